@@ -1,0 +1,66 @@
+"""Fixtures the whole suite shares: a tiny random model, and the real default model, loaded once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import openk3  # noqa: F401  (sets the MKL mode before torch is used)
+from openk3.config import K3Config, preset
+
+if TYPE_CHECKING:
+    from openk3.llm import LLM
+
+    from openk3.model import K3ForCausalLM
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def random_model(config: K3Config, seed: int = 0) -> K3ForCausalLM:
+    """A model whose random weights are large enough that its greedy tokens differ from position to position."""
+    import torch
+
+    from openk3.model import K3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = K3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return model
+
+
+@pytest.fixture(scope="session")
+def debug_config() -> K3Config:
+    return preset("debug")
+
+
+@pytest.fixture(scope="session")
+def debug_model(debug_config: K3Config) -> K3ForCausalLM:
+    return random_model(debug_config)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The default model's local directory, pulled and converted at the first use."""
+    from openk3.weights import resolve
+
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_dir: Path) -> Iterator[LLM]:
+    from openk3.llm import load
+
+    with load(str(smollm2_dir)) as llm:
+        yield llm
