@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import openk3  # noqa: F401  (sets the MKL mode before torch is used)
+# Before huggingface_hub is imported, which reads it then: no test may reach for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 from openk3.config import K3Config, preset
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
-
     from openk3.model import K3ForCausalLM
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def random_model(config: K3Config, seed: int = 0) -> K3ForCausalLM:

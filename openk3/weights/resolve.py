@@ -1,0 +1,47 @@
+"""From whatever names a model to the directory it is in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from openk3.weights import gguf_convert, hub, registry
+from openk3.weights.errors import CheckpointError
+from openk3.weights.pull import pull
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
+
+
+def resolve(name_or_path: str, *, progress: bool = True) -> Path:
+    """The local directory, in Hugging Face layout, of what `name_or_path` names, after fetching what is missing.
+
+    Args:
+        name_or_path: a name of the registry (`smollm2-135m`), a directory, a `.gguf` file, a Hugging Face id
+            (`owner/name`), or a GGUF file in a repository (`owner/name/file.gguf`). A name of the registry wins over a
+            directory of that name: write `./smollm2-135m` for that.
+        progress: whether to show progress bars on standard error.
+
+    Raises:
+        CheckpointError: there is no such thing, or it cannot be fetched, read or converted.
+    """
+    if not name_or_path.strip():
+        raise CheckpointError("the name of the model is empty: give an alias, a directory or a .gguf file")
+    if (model := registry.find(name_or_path)) is not None:
+        return pull(model, progress=progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise CheckpointError(f"{path} is a single file: give its directory, or a .gguf file")
+        return gguf_convert.converted(path, progress=progress)
+    if name_or_path[0] in "./~":
+        raise CheckpointError(f"{name_or_path!r} does not exist: check the path")
+    if (match := _HUB_FILE.fullmatch(name_or_path)) is not None:
+        return gguf_convert.converted(hub.fetch_file(match[1], match[2], progress), progress=progress)
+    if path.suffix.lower() == ".gguf":
+        raise CheckpointError(f"{name_or_path!r} does not exist: check the path")
+    if _HUB_ID.fullmatch(name_or_path):
+        return hub.fetch_checkpoint(name_or_path, progress)
+    raise registry.unknown(name_or_path)

@@ -1,0 +1,119 @@
+"""Where downloaded and converted checkpoints live on disk, and how they get there whole.
+
+Everything lies under one root: `downloads/` holds GGUF files, `models/` ready directories, `locks/` one lock file per
+thing being made. A directory under `models/` exists only when it is complete: it is written beside its place, flushed
+to the disk and renamed, so a process killed at any moment leaves nothing that could be mistaken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from openk3.weights.errors import CheckpointError, reason
+
+_SPARE_BYTES = 64 * 2**20
+_TEMPORARY = ".making-"
+
+
+def cache_root() -> Path:
+    """`$OPENK3_HOME`, or `~/.cache/openk3`."""
+    return Path(os.environ.get("OPENK3_HOME") or Path.home() / ".cache" / "openk3").expanduser().absolute()
+
+
+def models_dir() -> Path:
+    return cache_root() / "models"
+
+
+def downloads_dir() -> Path:
+    return cache_root() / "downloads"
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Hold the lock called `name` across processes; a second process waits until the first is done."""
+    lock = FileLock(_make_dir(cache_root() / "locks") / f"{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another process that is preparing {name} ...", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def require_space(directory: Path, needed: int, purpose: str) -> None:
+    """
+    Args:
+        needed: bytes about to be written below `directory`.
+
+    Raises:
+        CheckpointError: the disk has less than that, plus a little to spare.
+    """
+    _make_dir(directory)
+    free = shutil.disk_usage(directory).free
+    if free < needed + _SPARE_BYTES:
+        raise CheckpointError(
+            f"no disk space for {purpose}: it needs {size(needed)} below {directory} and {size(free)} are free; make "
+            f"room, or set OPENK3_HOME to a larger disk"
+        )
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """A directory to fill that becomes `final` when the block ends without an error, and vanishes otherwise.
+
+    Call it under a lock on `final`. Left-overs of killed processes are removed first.
+    """
+    for stale in _make_dir(final.parent).glob(f"{_TEMPORARY}{final.name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    making = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{final.name}-", dir=final.parent))
+    try:
+        making.chmod(0o755)
+        yield making
+        for file in making.iterdir():
+            flush(file)
+        flush(making)
+        making.replace(final)
+        flush(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {final}: {reason(error)}; make room or set OPENK3_HOME") from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or directory has reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def size(count: float) -> str:
+    """Bytes in words: `491.4 MB`."""
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
+
+
+def _make_dir(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create {path}: {reason(error)}; set OPENK3_HOME to a writable place") from error
+    return path
