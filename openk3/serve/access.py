@@ -1,0 +1,82 @@
+"""The outermost layer around every request: its id, its line in the log, its place in the metrics, and the last resort.
+
+Nothing that a user wrote reaches the log: neither bodies nor query strings nor unknown paths. For an unexpected
+exception that means its type and where it was raised, but not its text, which often quotes the input. The id in the
+``x-request-id`` header of the response stands in the log line, so that the two can be brought together.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import traceback
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from openk3.serve.errors import server_failure
+from openk3.serve.metrics import Metrics
+
+log = logging.getLogger("openk3.serve")
+
+_API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+
+# Status of a request whose client went away before the answer, as nginx counts it. Nobody receives it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Access:
+    """ASGI middleware; see the file's head. A client's own ``X-Request-Id`` is kept if it is a plain word."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if re.fullmatch(r"[A-Za-z0-9._-]{1,128}", asked) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        begin = time.perf_counter()
+        status = 0
+
+        async def tagged_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, tagged_send)
+        except Exception as error:
+            log_failure(request_id, error)
+            if status == 0:
+                await server_failure().response()(scope, receive, tagged_send)
+            # Otherwise the response stays unfinished, and the HTTP server cuts the connection: the client must not
+            # take it for whole.
+        finally:
+            endpoint, status = _endpoint(scope["path"]), status or CLIENT_CLOSED_REQUEST
+            self.metrics.requests.labels(endpoint, str(status)).inc()
+            level = logging.DEBUG if endpoint in ("web", "/health", "/metrics") else logging.INFO
+            milliseconds = (time.perf_counter() - begin) * 1000
+            log.log(level, "%s %s %s %d %.0f ms", request_id, scope["method"], endpoint, status, milliseconds)
+
+
+def log_failure(request_id: str, error: BaseException) -> None:
+    """Log where an unexpected exception came from, without its text."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s failed: %s\n%s", request_id, type(error).__name__, frames)
+
+
+def _endpoint(path: str) -> str:
+    """A label with few values, whatever paths clients come up with."""
+    if path in _API_PATHS:
+        return path
+    if path.startswith("/v1/models/"):
+        return "/v1/models/{model}"
+    return "/v1" if path.startswith("/v1/") else "web"

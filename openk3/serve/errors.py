@@ -1,0 +1,125 @@
+"""The one shape in which the API says no: ``{"error": {"message", "type", "param", "code"}}``.
+
+Clients of OpenAI's API read their exceptions out of this shape, so every 4xx and 5xx has it: wrong parameters, unknown
+routes, wrong methods, bodies that are too large, a model that is not ready, and our own failures. `ApiError` is what
+the rest of the server raises; `install` teaches the application to answer it and the framework's own errors in that
+shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+
+class ApiError(Exception):
+    """A refusal or failure, with everything the client is told.
+
+    Attributes:
+        status: HTTP status, 400-599.
+        message: one or two sentences for a person: the field, the value, and what to do.
+        param: the request field at fault as the client wrote it (``messages[0].role``), or None.
+        code: a stable word for programs (``context_length_exceeded``), or None.
+        type: ``invalid_request_error`` for the client's mistakes, ``server_error`` for ours.
+        headers: more response headers, such as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        # Both may quote the request, which may be megabytes long.
+        self.message = cut(message, 1000)
+        self.param = None if param is None else cut(param, 200)
+        self.code = code
+        self.type = "invalid_request_error" if status < 500 else "server_error"
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of the response."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def server_failure() -> ApiError:
+    """The answer to a bug of ours. It says nothing about the cause: that is in the log, under the request's id."""
+    return ApiError(
+        500,
+        "The server had an error while processing your request; its log has it under this request id.",
+        code="internal_error",
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer `ApiError` and the framework's own errors in the API's shape."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return unknown_route(request).response()
+        if error.status_code == 405:
+            return wrong_method(request, (error.headers or {}).get("allow", "")).response()
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        return ApiError(
+            400, f"Invalid {param or 'request'}: {first['msg']}.", param=param, code="invalid_value"
+        ).response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+
+
+def unknown_route(request: Request) -> ApiError:
+    return ApiError(
+        404,
+        f"Unknown request URL: {request.method} {shown(request.url.path)}. "
+        "This server has /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.",
+        code="unknown_url",
+    )
+
+
+def wrong_method(request: Request, allowed: str) -> ApiError:
+    """405 for a known path; `allowed` is the value of the Allow header."""
+    return ApiError(
+        405,
+        f"{request.method} is not allowed for {shown(request.url.path)}; use {allowed or 'another method'}.",
+        code="method_not_allowed",
+        headers={"Allow": allowed} if allowed else None,
+    )
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return `value` as JSON for an error message, cut to `limit` characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

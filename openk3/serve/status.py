@@ -1,0 +1,77 @@
+"""What the server says about itself: its model, whether it is ready, its metrics, and what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
+
+from openk3.serve.errors import unknown_route, wrong_method
+from openk3.serve.loading import ModelSlot
+from openk3.serve.metrics import Metrics
+
+router = APIRouter()
+
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(request.app.state.slot)]}
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(request: Request, model: str) -> dict[str, Any]:
+    slot: ModelSlot = request.app.state.slot
+    slot.require(model)
+    return _card(slot)
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health(request: Request) -> Response:
+    """200 when requests can be served; 503 with the status before, and with the reason if they never will be."""
+    slot: ModelSlot = request.app.state.slot
+    body: dict[str, Any] = {"status": "ok" if slot.status == "ready" else slot.status, "model": slot.name}
+    if slot.reason:
+        body["reason"] = slot.reason
+    if slot.llm is not None:
+        stats = slot.llm.stats()
+        body |= {"running": stats.running, "waiting": stats.waiting}
+    return JSONResponse(body, 200 if slot.status == "ready" else 503)
+
+
+@router.get("/metrics")
+async def prometheus_metrics(request: Request) -> Response:
+    metrics: Metrics = request.app.state.metrics
+    return Response(metrics.exposition(), media_type=metrics.content_type)
+
+
+def fallback_router(routes: Sequence[BaseRoute]) -> APIRouter:
+    """Answers what the API's `routes` do not, under the API's paths: before a web page mounted at ``/`` can."""
+    router = APIRouter()
+
+    async def fallback(request: Request) -> Response:
+        allowed: set[str] = set()
+        for route in routes:
+            match, _ = route.matches(request.scope)
+            if match is Match.PARTIAL:
+                allowed |= getattr(route, "methods", None) or set()
+        raise wrong_method(request, ", ".join(sorted(allowed))) if allowed else unknown_route(request)
+
+    for path in ("/v1/{rest:path}", "/health", "/metrics"):
+        router.add_api_route(path, fallback, methods=_METHODS)
+    return router
+
+
+def _card(slot: ModelSlot) -> dict[str, Any]:
+    llm = slot.require()
+    return {
+        "id": slot.name,
+        "object": "model",
+        "created": slot.created,
+        "owned_by": "openk3",
+        "max_model_len": llm.max_model_len,
+    }
