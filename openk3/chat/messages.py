@@ -1,0 +1,212 @@
+"""What a chat message may look like, and the one check that every message passes before a template sees it.
+
+Templates are programs that come with a checkpoint and trust their input: a missing field renders as nothing, a list
+where text was meant renders as its Python repr. So each message is checked here, once, for the SDK, the command line
+and the server alike, and rebuilt from plain JSON values. Errors are ValueErrors that name the place, as in
+``messages[2].role: 'robot' is not one of system, user, assistant, tool``.
+
+The format is that of OpenAI's chat completions: https://platform.openai.com/docs/api-reference/chat/create
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+ROLES = ("system", "user", "assistant", "tool")
+
+# Far beyond any real JSON schema, and far below Python's recursion limit.
+_MAX_DEPTH = 64
+
+
+class Message(TypedDict, total=False):
+    """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls``."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+    name: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+
+
+def validate_messages(messages: object) -> list[Message]:
+    """Check a chat and return a fresh copy in the form that templates expect.
+
+    In the copy, content given as a list of text parts is one string (parts joined by newlines, as llama.cpp and vLLM
+    do), missing content beside tool calls is empty text, other fields that are None are absent, and the JSON text in
+    ``tool_calls[i].function.arguments`` is the object it encodes.
+
+    Args:
+        messages: a non-empty list of mappings, each with a role and content.
+
+    Raises:
+        ValueError: anything that is not such a list; the text names the index and the field.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages: expected a list of messages, got {_kind(messages)}")
+    if not messages:
+        raise ValueError("messages: the list is empty; give at least one message")
+    return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def validate_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Check a list of function tools in OpenAI's form and return a plain copy; None for None and the empty list.
+
+    Raises:
+        ValueError: not a list, or an entry that is not ``{"type": "function", "function": {"name": ...}}``.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise ValueError(f"tools: expected a list of tools, got {_kind(tools)}")
+    checked = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"{where}: expected an object, got {_kind(tool)}")
+        if tool.get("type") != "function":
+            raise ValueError(
+                f"{where}.type: {tool.get('type')!r} is not supported; the only kind of tool is 'function'"
+            )
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise ValueError(f"{where}.function: expected an object, got {_kind(function)}")
+        _required_name(function.get("name"), f"{where}.function.name")
+        checked.append(_plain(tool, where))
+    return checked or None
+
+
+def check_text(text: object, where: str) -> str:
+    """Return `text` if it is a string that UTF-8 can hold.
+
+    Raises:
+        ValueError: another type, or a lone surrogate in it; the text names `where`.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: expected text, got {_kind(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ValueError(
+            f"{where}: broken text: character {error.start} is a lone surrogate (U+{code:04X}), "
+            "which UTF-8 cannot hold; decode the input with errors='replace'"
+        ) from None
+    return str(text)
+
+
+def _validate_message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where}: expected an object with role and content, got {_kind(message)}")
+    if "role" not in message:
+        raise ValueError(f"{where}.role: missing; give one of {', '.join(ROLES)}")
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}")
+
+    checked: dict[str, Any] = {"role": role}
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is not None:
+        checked["content"] = _content(content, f"{where}.content")
+    elif role == "assistant" and calls:
+        checked["content"] = ""  # many templates add it to a string without asking whether it is there
+    else:
+        raise ValueError(
+            f"{where}.content: missing; give text (only an assistant message with tool_calls may have none)"
+        )
+    if calls is not None:
+        if role != "assistant":
+            raise ValueError(f"{where}.tool_calls: only an assistant message can call tools, not {role!r}")
+        checked_calls = _tool_calls(calls, f"{where}.tool_calls")
+        if checked_calls:
+            checked["tool_calls"] = checked_calls
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(field) is not None:
+            checked[field] = check_text(message[field], f"{where}.{field}")
+    for field, value in message.items():
+        if field not in checked and field not in ("content", "tool_calls") and value is not None:
+            checked[check_text(field, f"{where}: field name")] = _plain(value, f"{where}.{field}")
+    return checked  # type: ignore[return-value]  # built field by field above
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return check_text(content, where)
+    if not isinstance(content, (list, tuple)):
+        raise ValueError(f"{where}: expected text or a list of text parts, got {_kind(content)}")
+    if not content:
+        raise ValueError(f"{where}: the list of parts is empty; give at least one text part")
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{where}[{i}]"
+        if isinstance(part, str):
+            texts.append(check_text(part, place))
+            continue
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{place}: expected a text part, got {_kind(part)}")
+        if part.get("type") != "text":
+            raise ValueError(f"{place}.type: {part.get('type')!r} is not supported; this model reads only 'text' parts")
+        if "text" not in part:
+            raise ValueError(f"{place}.text: missing")
+        texts.append(check_text(part["text"], f"{place}.text"))
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise ValueError(f"{where}: expected a list of calls, got {_kind(calls)}")
+    checked = []
+    for i, call in enumerate(calls):
+        place = f"{where}[{i}]"
+        if not isinstance(call, Mapping):
+            raise ValueError(f"{place}: expected an object, got {_kind(call)}")
+        function = call.get("function")
+        if not isinstance(function, Mapping):
+            raise ValueError(f"{place}.function: expected an object with name and arguments, got {_kind(function)}")
+        _required_name(function.get("name"), f"{place}.function.name")
+        plain_call = _plain(call, place)
+        # Clients send JSON text and templates write with `tojson`: left as text, the arguments would be quoted twice.
+        plain_call["function"]["arguments"] = _arguments(function.get("arguments", {}), f"{place}.function.arguments")
+        checked.append(plain_call)
+    return checked
+
+
+def _arguments(arguments: object, where: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        check_text(arguments, where)
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}: expected a JSON object, got {_kind(arguments)}")
+    plain: dict[str, Any] = _plain(arguments, where)
+    return plain
+
+
+def _required_name(name: object, where: str) -> None:
+    if not check_text("" if name is None else name, where):
+        raise ValueError(f"{where}: missing")
+
+
+def _plain(value: object, where: str, depth: int = 0) -> Any:
+    """Rebuild `value` out of exact JSON types, so that a template cannot reach a method of anything richer."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where}: nested more than {_MAX_DEPTH} levels deep")
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, str):
+        return check_text(value, where)
+    if isinstance(value, Mapping):
+        return {
+            check_text(key, f"{where}: key"): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise ValueError(f"{where}: expected a JSON value, got {_kind(value)}")
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "nothing (null)", str: "text", dict: "an object", list: "a list", bool: "a boolean"}
+    return names.get(type(value), f"{type(value).__name__}")
