@@ -1,0 +1,57 @@
+"""The engine's settings, checked once so that nothing behind them needs to ask again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KEYS_PER_PRODUCT = 128  # attention multiplies by this many keys at a time (`runner_torch`); whole pages must fill it
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much the engine holds and how much it does in one step.
+
+    Attributes:
+        page_size: tokens per page of the key/value cache; a power of two up to 128. Prefixes are shared in whole pages.
+        num_pages: pages in the cache; None takes as many as `kv_cache_bytes` pays for.
+        kv_cache_bytes: memory for keys and values when `num_pages` is None. The system commits it as pages are used.
+        max_num_seqs: requests that are computed at the same time; the others wait.
+        max_num_batched_tokens: tokens that one step computes. Longer prompts are computed in several steps.
+        enable_prefix_caching: keep the pages of finished requests for later requests that begin with the same tokens.
+        max_model_len: longest request, prompt and reply together, in tokens. None: as long as the model allows and
+            three quarters of the cache hold, so that a quarter is left for pinned prefixes.
+
+    Raises:
+        ValueError: a field out of range.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_cache_bytes: int = 2 * 1024**3
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        for name in ("num_pages", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if KEYS_PER_PRODUCT % self.page_size:
+            raise ValueError(
+                f"page_size is {self.page_size}: it must be a power of two up to {KEYS_PER_PRODUCT}, for instance 16"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len is {self.max_model_len}: a prompt and a reply need at least 2 tokens")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: every one of max_num_seqs "
+                f"({self.max_num_seqs}) requests needs a token per step, raise the first or lower the second"
+            )
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1")

@@ -1,0 +1,159 @@
+"""Logits have the same bits whoever is in the batch, however prompts are cut, after preemption and from the cache.
+
+And they are the right ones: equal to the model's own, with ordinary attention, to within rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_support import GREEDY, add, finish, generate, random_tokens, small_engine, small_model
+from torch import Tensor
+
+from openk3.engine import Engine, SamplingParams
+
+PROMPT = random_tokens(300, seed=1)  # three products of keys, so that their order matters
+MODELS = [(), ("window",), ("moe",), ("nope", "moe"), ("gemma", "window"), ("window", "nope", "moe", "gemma")]
+ids = ["-".join(kinds) or "dense" for kinds in MODELS]
+
+
+def mkl_keeps_rows_apart() -> bool:
+    """Whether this machine's products have the property on which the promise rests."""
+    rows, weight = torch.randn(40, 64), torch.randn(96, 64)
+    together = torch.nn.functional.linear(rows, weight)
+    return all(torch.equal(torch.nn.functional.linear(rows[:n], weight), together[:n]) for n in (1, 2, 3, 7, 16))
+
+
+pytestmark = pytest.mark.skipif(not mkl_keeps_rows_apart(), reason="torch is built without MKL's reproducible mode")
+
+
+def record(engine: Engine) -> dict[tuple[str, int], Tensor]:
+    """Every logits row the engine's runner returns from now on, by request and position of the last token."""
+    rows: dict[tuple[str, int], Tensor] = {}
+    run = engine._runner.run
+
+    def recording(chunks: Any) -> Tensor:
+        logits = run(chunks)
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        for chunk, row in zip(sampling, logits, strict=True):
+            rows[chunk.request.request_id, len(chunk.request.tokens) - 1] = row
+        return logits
+
+    engine._runner.run = recording  # type: ignore[method-assign]
+    return rows
+
+
+def engine_of(kinds: tuple[str, ...], **settings: Any) -> Engine:
+    return small_engine(small_model(*kinds), **({"page_size": 16, "num_pages": 200} | settings))
+
+
+def alone(kinds: tuple[str, ...]) -> dict[int, Tensor]:
+    """The prompt and 12 tokens in one piece, without anything around them."""
+    engine = engine_of(kinds, max_num_batched_tokens=512, enable_prefix_caching=False)
+    rows = record(engine)
+    generate(engine, PROMPT, request_id="me")
+    return {position: row for (_, position), row in rows.items()}
+
+
+def same_bits(expected: dict[int, Tensor], rows: dict[tuple[str, int], Tensor]) -> bool:
+    mine = {position: row for (name, position), row in rows.items() if name == "me"}
+    assert mine.keys() == expected.keys()
+    return all(torch.equal(mine[position], row) for position, row in expected.items())
+
+
+@pytest.mark.parametrize("kinds", MODELS, ids=ids)
+def test_the_same_bits_in_every_circumstance(kinds: tuple[str, ...]) -> None:
+    expected = alone(kinds)
+    assert len(expected) == GREEDY.max_tokens
+
+    # In a batch of others that come and go, in chunks whose sizes follow from what the others do.
+    rng = np.random.default_rng(0)
+    engine = engine_of(kinds, max_num_batched_tokens=37)
+    rows = record(engine)
+    for i in range(5):
+        add(engine, random_tokens(int(rng.integers(1, 90)), seed=10 + i), request_id=f"before {i}")
+    add(engine, PROMPT, request_id="me")
+    for i in range(5):
+        add(engine, random_tokens(int(rng.integers(1, 90)), seed=20 + i), request_id=f"after {i}")
+    finish(engine)
+    assert same_bits(expected, rows)
+
+    # From the prefix cache, which now holds the prompt.
+    rows.clear()
+    assert generate(engine, PROMPT, request_id="me").cached_tokens == 288
+    assert same_bits(expected, rows)
+
+    # Displaced in the middle of its reply by a more important request, then computed again.
+    for caching in (False, True):
+        engine = engine_of(kinds, num_pages=64, enable_prefix_caching=caching)
+        rows = record(engine)
+        request = add(engine, PROMPT, request_id="me")
+        while request.num_generated < 5:
+            engine.step()
+        add(engine, random_tokens(750, seed=3), SamplingParams(max_tokens=3), priority=1)
+        finish(engine)
+        assert engine.stats().preemptions == 1
+        assert same_bits(expected, rows)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 63, 128, 129, 256])
+def test_the_same_bits_at_every_chunk_size(chunk: int) -> None:
+    kinds = ("window", "nope", "moe")
+    engine = engine_of(kinds, max_num_seqs=1, max_num_batched_tokens=chunk)
+    rows = record(engine)
+    generate(engine, PROMPT, request_id="me")
+    assert same_bits(alone(kinds), rows)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 32, 128])
+def test_the_same_bits_at_every_page_size(page_size: int) -> None:
+    engine = engine_of(("window",), page_size=page_size, num_pages=1024 // page_size)
+    rows = record(engine)
+    generate(engine, PROMPT, request_id="me")
+    assert same_bits(alone(("window",)), rows)
+
+
+def test_the_same_bits_whatever_the_pages_held_before() -> None:
+    engine = engine_of(())
+    engine._runner._keys.fill_(float("nan"))
+    engine._runner._values.fill_(float("inf"))
+    rows = record(engine)
+    generate(engine, PROMPT, request_id="me")
+    assert same_bits(alone(()), rows)
+
+
+def test_tiles_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Very long contexts are computed in tiles of few queries, to bound the memory for scores."""
+    expected = alone(("window",))
+    monkeypatch.setattr("openk3.engine.runner_torch.MAX_SCORES", 10_000)
+    engine = engine_of(("window",), max_num_batched_tokens=512)
+    rows = record(engine)
+    generate(engine, PROMPT, request_id="me")
+    assert same_bits(expected, rows)
+
+
+@pytest.mark.parametrize("kinds", MODELS, ids=ids)
+@torch.no_grad()
+def test_the_models_own_logits(kinds: tuple[str, ...]) -> None:
+    engine = engine_of(kinds, max_num_batched_tokens=64)
+    rows = record(engine)
+    reply = generate(engine, PROMPT, request_id="me").token_ids
+    model = small_model(*kinds)
+    expected = model(torch.tensor([[*PROMPT, *reply]])).logits[0]
+    for (_, position), row in rows.items():
+        assert (row - expected[position]).abs().max() < 1e-4
+    assert model.config._attn_implementation == "sdpa", "the caller's model is not changed"
+
+
+def test_bfloat16_runs_and_stays_close() -> None:
+    model = copy.deepcopy(small_model()).to(torch.bfloat16)
+    engine = small_engine(model)
+    rows = record(engine)
+    generate(engine, PROMPT[:50], request_id="me")
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT[:50]])).logits[0, -1].float()
+    assert (rows["me", 49] - expected).abs().max() < 0.2 * expected.abs().max()

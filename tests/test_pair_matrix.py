@@ -1,0 +1,229 @@
+"""Every pair of engine features at once, against the naive loop: most faults are two features meeting.
+
+A feature says what it changes (the model, the engine's settings, the sampling parameters, what happens around the
+requests) and how to tell that it took place. Every pair is run; three requests must give exactly the naive loop's
+tokens, text, log-probabilities and ending. A new feature of the engine joins by adding an entry to `FEATURES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+from engine_support import EOS, ByteTokenizer, add, finish, random_tokens, small_engine, small_model
+
+from openk3.engine import Delta, Engine, EngineLoop, Handle, SamplingParams, naive
+from openk3.engine.engine import EngineStats
+
+SHARED = random_tokens(12, seed=100)  # all prompts begin with it: three pages
+PROMPTS = [SHARED + random_tokens(length, seed=length) for length in (9, 17, 2)]
+INTRUDER = random_tokens(45, seed=200)
+CONTEXT = 48
+ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a feature does to a run.
+
+    Attributes:
+        model: kinds of `small_model`.
+        engine: settings of the engine.
+        params: sampling parameters, or what makes them from the reply without them.
+        together: whether the requests are in the engine at the same time, and not one after the other.
+        proof: whether it took place, from the replies in order and the final counters.
+    """
+
+    model: tuple[str, ...] = ()
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] | Callable[[Delta], Mapping[str, Any]] = field(default_factory=dict)
+    together: bool = False
+    proof: Callable[[list[Delta], EngineStats], bool] = lambda replies, stats: True
+
+
+def a_stop_text(reply: Delta) -> dict[str, Any]:
+    """The latest piece of the reply that can be one, beside a text that never comes."""
+    pieces = [reply.text[i : i + 2] for i in range(4, len(reply.text))]
+    return {"stop": ("never, never", *[piece for piece in pieces if "\ufffd" not in piece][-1:])}
+
+
+def a_stop_token(reply: Delta) -> dict[str, Any]:
+    """The token of the reply that is new the latest."""
+    return {"stop_token_ids": (max(reply.token_ids, key=reply.token_ids.index),)}
+
+
+FEATURES: dict[str, Feature] = {
+    "batching": Feature(together=True),
+    "chunked prefill": Feature(
+        engine={"max_num_batched_tokens": 5, "max_num_seqs": 4}, proof=lambda replies, stats: stats.steps >= 13
+    ),
+    "prefix cache": Feature(
+        engine={"enable_prefix_caching": True}, proof=lambda replies, stats: stats.prefix_hit_tokens > 0
+    ),
+    "pinned prefix": Feature(
+        engine={"enable_prefix_caching": True},
+        proof=lambda replies, stats: all(reply.cached_tokens >= 12 for reply in replies) and stats.pages_pinned == 3,
+    ),
+    "preemption": Feature(engine={"num_pages": 18}, together=True, proof=lambda replies, stats: stats.preemptions > 0),
+    "cancelled neighbours": Feature(together=True, proof=lambda replies, stats: stats.finished["cancelled"] == 2),
+    "streaming": Feature(),
+    "priorities": Feature(together=True),
+    "sampling": Feature(params={"temperature": 0.9, "seed": 11}),
+    "truncation": Feature(params={"temperature": 1.5, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.02}),
+    "penalties": Feature(params={"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4}),
+    "logit bias": Feature(params={"logit_bias": {65: 6.0, 66: 5.5, 10: -100}}),
+    "logprobs": Feature(
+        params={"logprobs": 3},
+        proof=lambda replies, stats: all(len(r.logprobs or ()) == len(r.token_ids) for r in replies),
+    ),
+    "stop texts": Feature(
+        params=a_stop_text, proof=lambda replies, stats: any(r.finish_reason == "stop" for r in replies)
+    ),
+    "stop tokens": Feature(
+        params=a_stop_token, proof=lambda replies, stats: all(r.finish_reason == "stop" for r in replies)
+    ),
+    "end of context": Feature(params={"max_tokens": None}),
+    "end of text": Feature(
+        params={"ignore_eos": False, "logit_bias": {EOS: 2.5}},
+        proof=lambda replies, stats: any(r.token_ids[-1] == EOS for r in replies),
+    ),
+    "window layers": Feature(model=("window",)),
+    "layers without positions": Feature(model=("nope",)),
+    "mixture of experts": Feature(model=("moe",)),
+    "sandwich norms": Feature(model=("gemma",)),
+}
+
+
+@cache
+def oracle(model: tuple[str, ...], prompt: int, setting: str) -> Delta:
+    params = eval(setting, {"SamplingParams": SamplingParams})  # noqa: S307 (its own repr, a key for the cache)
+    return naive.generate(small_model(*model), ByteTokenizer(), PROMPTS[prompt], params, max_model_len=CONTEXT)
+
+
+def params_of(features: list[Feature], model: tuple[str, ...], prompt: int) -> SamplingParams:
+    """The features' parameters in turn; those that depend on a reply see the one that the others lead to."""
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+    for feature in sorted(features, key=lambda f: callable(f.params)):
+        if callable(feature.params):
+            fields |= feature.params(oracle(model, prompt, repr(SamplingParams(**fields))))
+        else:
+            fields |= feature.params
+    return SamplingParams(**fields)
+
+
+def run_in_steps(engine: Engine, names: tuple[str, ...], params: list[SamplingParams]) -> list[Delta]:
+    """The replies from the bare engine, with everything around them that the features ask for."""
+    together = any(FEATURES[name].together for name in names)
+    if "pinned prefix" in names:
+        engine.add(engine.make_pin_request(SHARED, 600))
+        finish(engine)
+    if "prefix cache" in names:
+        add(engine, PROMPTS[0], SamplingParams(max_tokens=1))
+        finish(engine)
+
+    def disturb(step: int) -> list[Delta]:
+        if step == 1 and "preemption" in names:
+            add(engine, INTRUDER, SamplingParams(max_tokens=2), priority=9)
+        cancelled = engine.cancel(f"neighbour {step}") if "cancelled neighbours" in names else None
+        return [] if cancelled is None else [cancelled]
+
+    replies: dict[str, Delta] = {}
+    for i, prompt in enumerate(PROMPTS):
+        if "cancelled neighbours" in names and i < 2:
+            add(engine, [*prompt, 9], ENDLESS, request_id=f"neighbour {3 + 3 * i}")  # cancelled after that step
+        add(engine, prompt, params[i], priority=priority_of(i, names), request_id=str(i))
+        if not together:
+            replies |= finish(engine)
+    replies |= finish(engine, disturb)
+    return [replies[str(i)] for i in range(len(PROMPTS))]
+
+
+async def run_as_stream(engine: Engine, names: tuple[str, ...], params: list[SamplingParams]) -> list[Delta]:
+    """The same through the engine's thread, read piece by piece; what was shown is never taken back."""
+    together = any(FEATURES[name].together for name in names)
+    gate = threading.Event()  # the model waits for it, so that requests that come in meanwhile come together
+    gate.set()
+    run = engine._runner.run
+
+    def gated(chunks: Any) -> Any:
+        gate.wait(60)
+        return run(chunks)
+
+    engine._runner.run = gated  # type: ignore[method-assign]
+
+    async def read(handle: Handle) -> Delta:
+        shown = [delta.text async for delta in handle]
+        reply = await handle.aresult()
+        assert "".join(shown) == reply.text
+        return reply
+
+    with EngineLoop(engine) as loop:
+        if "pinned prefix" in names:
+            await asyncio.to_thread(loop.pin, SHARED, 600)
+        if "prefix cache" in names:
+            await loop.submit(PROMPTS[0], SamplingParams(max_tokens=1)).aresult()
+        neighbours = []
+        if "cancelled neighbours" in names:
+            neighbours = [loop.submit([*prompt, 9], ENDLESS) for prompt in PROMPTS[:2]]
+            for neighbour in neighbours:
+                await anext(aiter(neighbour))
+        replies = []
+        if together:
+            gate.clear()
+        for i, prompt in enumerate(PROMPTS):
+            replies.append(asyncio.ensure_future(read(loop.submit(prompt, params[i], priority=priority_of(i, names)))))
+            if not together:
+                await replies[-1]
+        if "preemption" in names:
+            loop.submit(INTRUDER, SamplingParams(max_tokens=2), priority=9)
+        for neighbour in neighbours:
+            neighbour.cancel()
+        gate.set()
+        return await asyncio.gather(*replies)
+
+
+def priority_of(i: int, names: tuple[str, ...]) -> int:
+    return (0, 2, 1)[i] if "priorities" in names else 0
+
+
+@pytest.mark.parametrize("names", combinations(FEATURES, 2), ids=" x ".join)
+async def test_pair(names: tuple[str, str]) -> None:
+    features = [FEATURES[name] for name in names]
+    model = tuple(sorted(kind for feature in features for kind in feature.model))
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": CONTEXT, "num_pages": 100}
+    for feature in features:
+        settings |= feature.engine
+    engine = small_engine(small_model(*model), **settings)
+    params = [params_of(features, model, i) for i in range(len(PROMPTS))]
+
+    if "streaming" in names:
+        replies = await run_as_stream(engine, names, params)
+    else:
+        replies = run_in_steps(engine, names, params)
+
+    for i, reply in enumerate(replies):
+        expected = oracle(model, i, repr(params[i]))
+        assert reply.token_ids == expected.token_ids
+        assert (reply.text, reply.finish_reason, reply.stop_match) == (
+            expected.text,
+            expected.finish_reason,
+            expected.stop_match,
+        )
+        assert_same_logprobs(reply, expected)
+    for name in names:
+        assert FEATURES[name].proof(replies, engine.stats()), f"{name} did not take place"
+    engine.check_integrity()
+
+
+def assert_same_logprobs(reply: Delta, expected: Delta) -> None:
+    assert (reply.logprobs is None) == (expected.logprobs is None)
+    for found, wanted in zip(reply.logprobs or (), expected.logprobs or (), strict=True):
+        assert (found.token_id, found.token) == (wanted.token_id, wanted.token)
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [entry.token_id for entry in found.top] == [entry.token_id for entry in wanted.top]
