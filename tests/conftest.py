@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Before huggingface_hub is imported, which reads it then: no test may reach for a network.
+# Both are read at import. No test may reach for a hub; and the suite runs one process per core, where more threads
+# than one in each would wait for each other at every barrier.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from openk3.config import K3Config, preset
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conftest import random_model
 from openk3.config import K3Config, dial, preset
 from openk3.model import K3ForCausalLM
 from openk3.model.moe import run_experts_grouped, run_experts_loop
