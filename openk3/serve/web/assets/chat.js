@@ -1,0 +1,277 @@
+// What the chat does in the browser itself: theme, keyboard, the text being written, scrolling, panels, copying, dropped files.
+//
+// The server draws the page and owns the conversations; this file keeps what must not wait for it. Everything is delegated
+// from the document, because elements come and go as the server redraws. Events to the server go through NiceGUI's emitEvent.
+
+window.openk3 = (() => {
+  const root = document.documentElement;
+  const find = (selector) => document.querySelector(selector);
+  const composer = () => find("#composer-text");
+
+  // theme: the system's, unless the reader chose the other one
+
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const chosen = () => { try { return localStorage.getItem("openk3-theme"); } catch { return null; } };
+  const wanted = () => chosen() ?? (system.matches ? "dark" : "light");
+
+  function applyTheme() {
+    root.dataset.theme = wanted();
+    if (typeof setDark === "function") setDark(wanted() === "dark");
+  }
+
+  function toggleTheme() {
+    const next = wanted() === "dark" ? "light" : "dark";
+    const isSystem = next === (system.matches ? "dark" : "light");
+    try {
+      if (isSystem) localStorage.removeItem("openk3-theme");
+      else localStorage.setItem("openk3-theme", next);
+    } catch { /* storage may be forbidden; the choice then lasts until the page is left */ }
+    applyTheme();
+  }
+
+  applyTheme();
+  system.addEventListener("change", applyTheme);
+  addEventListener("storage", applyTheme);
+
+  // panels: the list (an overlay on narrow screens only) and the settings
+
+  const narrow = matchMedia("(max-width: 860px)");
+
+  function panel(name, open) {
+    const isOpen = open ?? root.dataset[name] !== "open";
+    const before = document.activeElement;
+    if (isOpen && narrow.matches) closePanels();
+    root.dataset[name] = isOpen ? "open" : "closed";
+    settlePanels();
+    if (isOpen) find(`#${name} .icon-button, #${name} button`)?.focus();
+    else if (find(`#${name}`)?.contains(before)) find(`[aria-controls="${name}"]`)?.focus();
+  }
+
+  function closePanels() {
+    root.dataset.sidebar = root.dataset.settings = "closed";
+    settlePanels();
+  }
+
+  function settlePanels() {
+    const sidebar = find("#sidebar"), settings = find("#settings");
+    if (sidebar) sidebar.inert = narrow.matches && root.dataset.sidebar !== "open";
+    if (settings) settings.inert = root.dataset.settings !== "open";
+    for (const name of ["sidebar", "settings"])
+      find(`[aria-controls="${name}"]`)?.setAttribute("aria-expanded", String(root.dataset[name] === "open"));
+  }
+
+  narrow.addEventListener("change", settlePanels);
+
+  // the text being written survives a reload
+
+  const DRAFT = "openk3-draft";
+
+  function grow(area) {
+    area.style.height = "auto";
+    area.style.height = `${area.scrollHeight + 2}px`;
+  }
+
+  function keepDraft() {
+    try { sessionStorage.setItem(DRAFT, composer()?.value ?? ""); } catch { /* storage may be forbidden */ }
+  }
+
+  function setDraft(text) {
+    const area = composer();
+    if (!area) return;
+    area.value = text;
+    grow(area);
+    keepDraft();
+    focus();
+  }
+
+  function focus() {
+    composer()?.focus();
+  }
+
+  // The server cannot read halves of surrogate pairs.
+  const wellFormed = (text) => text.toWellFormed?.() ?? text;
+  let sentAt = -1000;
+
+  function send() {
+    const area = composer();
+    if (!area || find(".composer").dataset.busy || performance.now() - sentAt < 400) return;
+    sentAt = performance.now(); // a double press is one message
+    emitEvent("chat_send", wellFormed(area.value));
+  }
+
+  function stop() {
+    emitEvent("chat_stop");
+  }
+
+  // scrolling: follow the answer as long as the reader is at the end
+
+  let pinned = true;
+
+  function atEnd() {
+    const box = find(".scroller");
+    return !box || box.scrollHeight - box.scrollTop - box.clientHeight < 48;
+  }
+
+  function showAway() {
+    root.toggleAttribute("data-away", !pinned && !atEnd());
+  }
+
+  function follow() {
+    const box = find(".scroller");
+    if (box && pinned) box.scrollTop = box.scrollHeight;
+    showAway();
+  }
+
+  function pin() {
+    pinned = true;
+    follow();
+  }
+
+  // address, clipboard, links
+
+  function location_(path, title, push) {
+    document.title = title === "New chat" ? "OpenK3" : `${title} · OpenK3`;
+    const url = (window.path_prefix ?? "") + path;
+    if (location.pathname !== url) history[push ? "pushState" : "replaceState"](null, "", url);
+  }
+
+  async function copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch { // without https the clipboard API is missing
+      const area = document.body.appendChild(Object.assign(document.createElement("textarea"), { value: text }));
+      area.select();
+      const done = document.execCommand("copy");
+      area.remove();
+      return done;
+    }
+  }
+
+  document.addEventListener("click", async (event) => {
+    const code = event.target.closest?.(".code-copy");
+    if (code) {
+      const done = await copy(code.closest(".code").querySelector("pre code").textContent);
+      code.textContent = done ? "Copied" : "Press Ctrl+C";
+      setTimeout(() => { code.textContent = "Copy"; }, 1500);
+    }
+    const link = event.target.closest?.("a.external");
+    if (link) {
+      event.preventDefault();
+      open(link.href, "_blank", "noopener,noreferrer");
+    }
+    const row = event.target.closest?.("a[data-conversation]");
+    if (row && !event.ctrlKey && !event.metaKey && !event.shiftKey && event.button === 0) {
+      event.preventDefault();
+      emitEvent("chat_open", row.dataset.conversation);
+      if (narrow.matches) closePanels();
+    }
+    if (event.target.closest?.(".new-chat") && narrow.matches) closePanels();
+    const skip = event.target.closest?.(".skip-link");
+    if (skip) { event.preventDefault(); focus(); }
+  });
+
+  addEventListener("popstate", () => {
+    const match = location.pathname.match(/\/c\/([^/]+)$/);
+    emitEvent("chat_navigate", match ? match[1] : "");
+  });
+
+  // keyboard
+
+  document.addEventListener("keydown", (event) => {
+    const area = event.target.closest?.("textarea");
+    const composing = event.isComposing || event.keyCode === 229; // an input method is choosing characters
+    if (event.key === "Enter" && area?.id === "composer-text" && !event.shiftKey && !composing) {
+      event.preventDefault();
+      send();
+    } else if (event.key.toLowerCase() === "k" && (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey) {
+      event.preventDefault();
+      emitEvent("chat_new");
+      if (narrow.matches) closePanels();
+    } else if (event.key === "Escape" && !composing && !find(".q-dialog")) {
+      if (area?.classList.contains("editor-text")) area.closest(".editor").querySelector(".editor-cancel").click();
+      else if (narrow.matches && [root.dataset.sidebar, root.dataset.settings].includes("open")) closePanels();
+      else if (find(".composer")?.dataset.busy) stop();
+      else if (root.dataset.settings === "open") panel("settings", false);
+    }
+  });
+
+  document.addEventListener("input", (event) => {
+    const target = event.target;
+    if (target.id === "composer-text") { grow(target); keepDraft(); }
+    else if (target.classList.contains("editor-text")) grow(target);
+    else if (target.dataset.twin) document.getElementById(target.dataset.twin).value = target.value;
+    else if (target.type === "number") {
+      const slider = find(`[data-twin="${CSS.escape(target.id)}"]`);
+      if (slider) slider.value = target.value;
+    }
+  });
+
+  function edit(id) {
+    const area = document.getElementById(id);
+    if (!area) return;
+    grow(area);
+    area.focus();
+    area.setSelectionRange(area.value.length, area.value.length);
+  }
+
+  // files: dropped, pasted or picked, all go through NiceGUI's uploader
+
+  function addFiles(files) {
+    const box = find(".composer");
+    const fitting = [];
+    for (const file of files) {
+      if (file.size > Number(box.dataset.limit)) emitEvent("chat_file_too_large", { name: file.name, size: file.size });
+      else fitting.push(file);
+    }
+    if (fitting.length) getElement(Number(box.dataset.upload)).$refs.qRef.addFiles(fitting);
+  }
+
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+  let depth = 0;
+  addEventListener("dragenter", (event) => { if (hasFiles(event)) { depth++; root.toggleAttribute("data-drop", true); } });
+  addEventListener("dragleave", (event) => { if (hasFiles(event) && --depth <= 0) root.removeAttribute("data-drop"); });
+  addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
+  addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    depth = 0;
+    root.removeAttribute("data-drop");
+    addFiles([...event.dataTransfer.files]);
+    focus();
+  });
+  document.addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (files.length && event.target.id === "composer-text") { event.preventDefault(); addFiles(files); }
+  });
+  document.addEventListener("change", (event) => {
+    if (event.target.id !== "composer-file") return;
+    addFiles([...event.target.files]);
+    event.target.value = "";
+    focus();
+  });
+
+  // once the page is drawn
+
+  function begin() {
+    const scroller = find(".scroller");
+    scroller.addEventListener("scroll", () => { pinned = atEnd(); showAway(); }, { passive: true });
+    new MutationObserver(follow).observe(scroller, { subtree: true, childList: true, characterData: true });
+    new ResizeObserver(follow).observe(scroller);
+    applyTheme();
+    settlePanels();
+    if (/^(Mac|iP)/.test(navigator.platform)) find(".shortcut").textContent = "⌘ K";
+    let draft = "";
+    try { draft = sessionStorage.getItem(DRAFT) ?? ""; } catch { /* storage may be forbidden */ }
+    const area = composer();
+    if (draft && !area.value) area.value = draft;
+    grow(area);
+    if (!matchMedia("(hover: none)").matches) focus();
+  }
+
+  new MutationObserver((_, observer) => {
+    if (find(".scroller") && composer()) { observer.disconnect(); begin(); }
+  }).observe(root, { subtree: true, childList: true });
+
+  return { toggleTheme, panel, closePanels, setDraft, clearDraft: () => setDraft(""), focus, send, stop, pin, copy, edit, wellFormed, location: location_ };
+})();

@@ -1,0 +1,337 @@
+"""The web chat in a real browser: what a person does with it, on the real engine with a tiny random model."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from serving import until
+from web_browser import ANSWER, BLOCK, BOX, ask, chromium, expect, needs_browser, settle, watched_page
+from web_chat import LONG, SHORT, Chat, served_chat
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[Chat]:
+    with tempfile.TemporaryDirectory() as directory, served_chat(Path(directory) / "chat.sqlite3") as chat:
+        yield chat
+
+
+@pytest.fixture
+def page(browser: Browser, chat: Chat) -> Iterator[Page]:
+    with watched_page(browser, chat.url) as page:
+        yield page
+
+
+def test_an_answer_streams_in_and_shows_what_it_cost(page: Page, chat: Chat) -> None:
+    page.goto(chat.url)
+    expect(page.locator(".model-name")).to_have_text(re.compile("^openk3-endless"))
+    ask(page, "Tell me everything\nabout rivers")
+    expect(page.locator(".message-user .plain")).to_have_text("Tell me everything\nabout rivers")
+    expect(page.locator(BOX)).to_have_value("")
+    expect(page.locator(BLOCK)).not_to_be_empty()
+    assert page.locator(".composer").get_attribute("data-busy"), "the text was there before the answer was complete"
+    page.click("[aria-label='Stop the answer']")
+    settle(page)
+    expect(page.locator(".stats")).to_have_text(
+        re.compile(r"^[\d.]+ tokens/s · first token [\d.]+ s · \d+ prompt.* · [\d,]+ answer tokens$")
+    )
+    expect(page.locator(".meter")).to_contain_text("of 8,192 tokens")
+    expect(page.locator(".notice")).to_have_text("Stopped.")
+    expect(page.locator("h1")).to_have_text("Tell me everything")
+    assert re.search(r"/c/[0-9a-f]{32}$", page.url)
+    stored = chat.store.messages(page.url[-32:])
+    assert [m.status for m in stored] == ["complete", "stopped"] and stored[1].content
+
+
+def test_escape_stops_and_shift_enter_makes_a_line(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation(settings=LONG)
+    page.goto(chat.link(conversation))
+    page.fill(BOX, "one")
+    page.press(BOX, "Shift+Enter")
+    page.keyboard.type("two")
+    expect(page.locator(BOX)).to_have_value("one\ntwo")
+    choosing = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
+    assert page.evaluate(f"document.querySelector('{BOX}').dispatchEvent({choosing})"), (
+        "an input method keeps its Enter"
+    )
+    page.reload()
+    expect(page.locator(BOX)).to_have_value("one\ntwo")
+    page.locator(BOX).focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator(BLOCK)).not_to_be_empty()
+    page.keyboard.press("Escape")
+    settle(page)
+    question, answer = chat.store.messages(conversation.id)
+    assert question.content == "one\ntwo" and answer.status == "stopped"
+
+
+def test_regenerate_replaces_the_last_answer(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation("first", "answer one", "second", "answer two")
+    page.goto(chat.link(conversation))
+    expect(page.locator(".message-assistant")).to_have_count(2)
+    expect(page.locator("[aria-label='Regenerate answer']:visible")).to_have_count(1)
+    page.locator(".message-assistant").last.locator("[aria-label='Regenerate answer']").click()
+    expect(page.locator(".message-assistant").last).not_to_contain_text("answer two")
+    settle(page)
+    messages = chat.store.messages(conversation.id)
+    assert [m.role for m in messages] == ["user", "assistant"] * 2
+    assert messages[1].content == "answer one" and messages[3].content != "answer two"
+    assert messages[3].stats is not None and messages[3].stats.completion_tokens == SHORT.max_tokens
+
+
+def test_edit_needs_a_save_and_answers_anew(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation("first", "answer one", "second", "answer two")
+    page.goto(chat.link(conversation))
+    page.locator(".message-user").first.hover()
+    page.locator("[aria-label='Edit message']").first.click()
+    area = page.locator(".editor-text")
+    expect(area).to_be_focused()
+    area.fill("thrown away")
+    page.keyboard.press("Escape")
+    expect(page.locator(".message-user .plain").first).to_have_text("first")
+    page.locator(".message-user").first.hover()
+    page.locator("[aria-label='Edit message']").first.click()
+    expect(area).to_have_value("first")
+    area.fill("first, better")
+    page.get_by_role("button", name="Save and ask again").click()
+    expect(page.locator(".message")).to_have_count(2)
+    settle(page)
+    messages = chat.store.messages(conversation.id)
+    assert [m.content for m in messages if m.role == "user"] == ["first, better"]
+    assert len(messages) == 2 and messages[1].status == "complete"
+
+
+def test_rename_and_delete_ask_first(page: Page, chat: Chat) -> None:
+    kept, doomed = chat.conversation("kept", "a"), chat.conversation("doomed", "b")
+    page.goto(chat.link(doomed))
+    row = page.locator(".conversation", has=page.locator(f"[data-conversation='{doomed.id}']"))
+    row.hover()
+    row.locator("[aria-label^='Rename']").click()
+    expect(page.locator(".dialog input")).to_have_value("doomed")
+    page.fill(".dialog input", "named anew")
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator("h1")).to_have_text("named anew")
+    expect(row).to_contain_text("named anew")
+    row.hover()
+    row.locator("[aria-label^='Delete']").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".dialog")).to_have_count(0)
+    assert chat.store.conversation(doomed.id)
+    row.hover()
+    row.locator("[aria-label^='Delete']").click()
+    page.locator(".dialog").get_by_role("button", name="Delete").click()
+    expect(row).to_have_count(0)
+    expect(page.locator(".welcome")).to_be_visible()
+    assert chat.store.conversation(doomed.id) is None and chat.store.messages(doomed.id) == []
+    assert chat.store.conversation(kept.id)
+
+
+def test_reload_in_mid_stream_goes_on_and_two_tabs_agree(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation("before", "earlier answer", settings=LONG)
+    page.goto(chat.link(conversation))
+    ask(page, "go on for long")
+    expect(page.locator(BLOCK).last).not_to_be_empty()
+    page.reload()
+    expect(page.locator(".message")).to_have_count(4)
+    expect(page.locator(ANSWER).first).to_have_text("earlier answer")
+    expect(page.locator(".composer")).to_have_attribute("data-busy", "true")
+    length = len(page.locator(ANSWER).last.inner_text())
+    until(lambda: len(page.locator(ANSWER).last.inner_text()) > length)
+
+    other = page.context.new_page()
+    other.goto(chat.link(conversation))
+    expect(other.locator(".composer")).to_have_attribute("data-busy", "true")
+    other.fill(BOX, "me too")
+    other.press(BOX, "Enter")
+    expect(other.locator(".message-user")).to_have_count(2)
+    other.click("[aria-label='Stop the answer']")
+    settle(page)
+    settle(other)
+    expect(other.locator(BOX)).to_have_value("me too")
+    assert page.locator(ANSWER).last.inner_text() == other.locator(ANSWER).last.inner_text()
+    assert [m.status for m in chat.store.messages(conversation.id)] == ["complete"] * 3 + ["stopped"]
+
+
+def test_dark_and_light_follow_the_system_until_chosen(browser: Browser, chat: Chat) -> None:
+    with watched_page(browser, chat.url, color_scheme="dark") as page:
+        page.goto(chat.url)
+        expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+        page.emulate_media(color_scheme="light")
+        expect(page.locator("html")).to_have_attribute("data-theme", "light")
+        page.click(".theme")
+        expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+        page.reload()
+        expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+        expect(page.locator("body")).to_have_class(re.compile("body--dark"))
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert max(map(int, re.findall(r"\d+", background)[:3])) < 60
+
+
+def test_files_become_chips_and_part_of_the_prompt(page: Page, chat: Chat, tmp_path: Path) -> None:
+    conversation = chat.conversation()
+    page.goto(chat.link(conversation))
+    good, binary, large = tmp_path / "notes.txt", tmp_path / "photo.txt", tmp_path / "large.csv"
+    good.write_text("the river is 63 km long\n", encoding="utf-8")
+    binary.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    large.write_bytes(b"1,2\n" * 300_000)
+    page.set_input_files("#composer-file", [good])
+    expect(page.locator(".composer .chip")).to_contain_text("notes.txt")
+    page.set_input_files("#composer-file", [binary])
+    expect(page.locator(".toast").first).to_contain_text("“photo.txt” is an image.")
+    page.set_input_files("#composer-file", [large])
+    expect(page.locator(".toast").first).to_contain_text("“large.csv” is too large (1.1 MB).")
+
+    drop = """() => {
+        const data = new DataTransfer();
+        data.items.add(new File(["dropped text"], "dropped.md", {type: "text/markdown"}));
+        for (const kind of ["dragenter", "dragover", "drop"])
+            document.querySelector(".thread, .welcome").dispatchEvent(
+                new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true}));
+    }"""
+    page.evaluate(drop)
+    expect(page.locator(".composer .chip")).to_have_count(2)
+    page.evaluate(drop)
+    expect(page.locator(".composer .chip")).to_have_count(3)
+    page.locator(".composer [aria-label='Remove dropped.md']").last.click()
+    expect(page.locator(".composer .chip")).to_have_count(2)
+    ask(page, "How long?")
+    expect(page.locator(".message-user .chip")).to_have_count(2)
+    expect(page.locator(".composer .chip")).to_have_count(0)
+    settle(page)
+    user, reply = chat.store.messages(conversation.id)
+    assert [a.name for a in user.attachments] == ["notes.txt", "dropped.md"]
+    assert user.attachments[0].text == "the river is 63 km long\n"
+    assert reply.stats is not None and reply.stats.prompt_tokens is not None
+    assert reply.stats.prompt_tokens > 20, "the files' words and the question"
+
+
+def test_markup_from_users_and_models_stays_text(page: Page, chat: Chat) -> None:
+    evil = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script></script><b>bold</b> {{7*7}} `${7*7}`'
+    answer = (
+        f"{evil}\n\n[link](javascript:window.hacked=1) ![pixel](http://192.0.2.1/p.png) [ok](https://example.com)\n\n"
+        '```html"onmouseover=window.hacked=1\n<img src=x onerror=window.hacked=1>\n```\n\n'
+        '<iframe src="//192.0.2.1"></iframe>'
+    )
+    conversation = chat.conversation(evil, answer)
+    page.goto(chat.link(conversation))
+    expect(page.locator(".message-user .plain")).to_have_text(evil)
+    expect(page.locator(ANSWER)).to_contain_text("<b>bold</b> {{7*7}}")
+    expect(page.locator(ANSWER)).to_contain_text("[link](javascript:window.hacked=1)")
+    expect(page.locator("h1")).to_contain_text("<img src=x")
+    assert page.locator(f"{ANSWER} :is(img, script, iframe, b)").count() == 0
+    assert page.locator(f"{ANSWER} a").evaluate_all("links => links.map(a => a.href)") == ["https://example.com/"]
+    ask(page, evil)
+    settle(page)
+    expect(page.locator(".message-user .plain").last).to_have_text(evil)
+    assert page.evaluate("window.hacked") is None
+
+
+def test_settings_are_checked_and_kept_with_the_conversation(page: Page, chat: Chat) -> None:
+    conversation, other = chat.conversation("one", "1"), chat.conversation("two", "2")
+    page.goto(chat.link(conversation))
+    expect(page.locator("#settings")).not_to_be_visible()
+    page.click(".settings-toggle")
+    field = page.locator("#setting-temperature")
+    field.fill("7")
+    field.blur()
+    expect(page.locator("#setting-temperature-help")).to_have_text("Temperature: enter a number from 0 to 2.")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    field.fill("0.25")
+    field.blur()
+    expect(field).not_to_have_attribute("aria-invalid", "true")
+    expect(page.locator("[data-twin=setting-temperature]")).to_have_value("0.25")
+    page.fill("#setting-seed", "7")
+    page.fill("#setting-system-prompt", "Be brief. 请用中文。")
+    page.locator("#setting-system-prompt").blur()
+    until(lambda: chat.store.conversation(conversation.id).settings.system_prompt)
+    settings = chat.store.conversation(conversation.id).settings
+    assert (settings.temperature, settings.seed, settings.system_prompt) == (0.25, 7, "Be brief. 请用中文。")
+    page.click(f"[data-conversation='{other.id}']")
+    expect(field).to_have_value("0.6")
+    page.reload()
+    page.click(f"[data-conversation='{conversation.id}']")
+    page.click(".settings-toggle")
+    expect(page.locator("#setting-system-prompt")).to_have_value("Be brief. 请用中文。")
+    page.get_by_role("button", name="Reset to defaults").click()
+    expect(field).to_have_value("0.6")
+    assert chat.store.conversation(conversation.id).settings.system_prompt == ""
+
+
+def test_a_prompt_that_is_too_long_is_a_friendly_notice(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation()
+    page.goto(chat.link(conversation))
+    ask(page, "long " * 9000)
+    notice = page.locator(".notice[role=alert]")
+    expect(notice).to_contain_text(re.compile("8,?192"))
+    assert "Traceback" not in notice.inner_text()
+    assert chat.store.messages(conversation.id)[-1].status == "failed"
+    expect(page.locator("[aria-label='Regenerate answer']")).to_be_visible()
+
+
+def test_new_chat_by_key_back_button_and_code_copy(browser: Browser, chat: Chat) -> None:
+    conversation = chat.conversation("code", "```python\nprint('hi')\n```")
+    with watched_page(browser, chat.url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        page.goto(chat.link(conversation))
+        assert page.locator(".code .nb").inner_text() == "print"
+        page.click(".code-copy")
+        expect(page.locator(".code-copy")).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == "print('hi')\n"
+        page.click("[aria-label='Copy answer']")
+        page.wait_for_function("navigator.clipboard.readText().then(text => text.startsWith('```python'))")
+        page.keyboard.press("Control+k")
+        expect(page.locator(".welcome")).to_be_visible()
+        expect(page.locator(BOX)).to_be_focused()
+        page.go_back()
+        expect(page.locator(".message")).to_have_count(2)
+        expect(page.locator("[aria-current=page]")).to_have_text("code")
+
+
+def test_long_histories_open_at_their_end(page: Page, chat: Chat) -> None:
+    texts = [f"message {i}" for i in range(100)]
+    conversation = chat.conversation(*texts)
+    for i in range(61):
+        chat.store.create(f"other {i}", SHORT)
+    page.goto(chat.link(conversation))
+    expect(page.locator(".message")).to_have_count(40)
+    expect(page.locator(".message").last).to_be_in_viewport()
+    page.get_by_role("button", name="Show earlier messages (60)").click()
+    expect(page.locator(".message")).to_have_count(80)
+    page.get_by_role("button", name="Show earlier messages (20)").click()
+    expect(page.locator(".message")).to_have_count(100)
+    expect(page.locator(".earlier")).not_to_be_visible()
+    expect(page.locator(".conversation")).to_have_count(60)
+    page.get_by_role("button", name="Show all").click()
+    expect(page.locator(".conversation")).to_have_count(len(chat.store.conversations()))
+
+
+def test_on_a_phone_the_list_is_a_drawer_and_nothing_overflows(browser: Browser, chat: Chat) -> None:
+    table = "| " + " | ".join(["a column"] * 12) + " |\n" + "|---" * 12 + "|\n" + "| word " * 12 + "|"
+    conversation = chat.conversation("wide " * 30, f"{'long' * 60}\n\n{table}\n\n```\n{'x' * 300}\n```")
+    options = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    with watched_page(browser, chat.url, **options) as page:
+        page.goto(chat.link(conversation))
+        expect(page.locator(".message")).to_have_count(2)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.evaluate("document.querySelector('.scroller').scrollWidth") <= 390
+        expect(page.locator("#sidebar")).not_to_be_visible()
+        page.tap("[aria-controls=sidebar]")
+        expect(page.locator("#sidebar")).to_be_visible()
+        page.get_by_role("button", name="New chat").tap()
+        expect(page.locator(".welcome")).to_be_visible()
+        expect(page.locator("#sidebar")).not_to_be_visible()

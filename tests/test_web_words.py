@@ -1,0 +1,255 @@
+"""The parts of the web chat that turn words into other words: settings, uploads, prompts, Markdown, and the colours."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openk3.chat.messages import validate_messages
+from openk3.serve.web.prompt import model_messages
+from openk3.serve.web.render import StreamingMarkdown, render_blocks
+from openk3.serve.web.settings import FIELDS, SYSTEM_PROMPT_LIMIT, ChatSettings
+from openk3.serve.web.store import Attachment, Message
+from openk3.serve.web.theme import ASSETS
+from openk3.serve.web.uploads import MAX_FILE_BYTES, UploadError, clean_name, read_text_file
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("temperature", "2.1", "Temperature: enter a number from 0 to 2."),
+        ("temperature", "warm", "Temperature: enter a number."),
+        ("temperature", "nan", "Temperature: enter a number from 0 to 2."),
+        ("temperature", "", "Temperature: enter a number."),
+        ("top_p", "0", "Top p: enter a number from 0.01 to 1."),
+        ("top_k", "1.5", "Top k: enter a whole number."),
+        ("top_k", "-1", "Top k: enter a number from 0 to 1000."),
+        ("max_tokens", "0", "Max tokens: enter a number from 1 to 1048576."),
+        ("seed", "x", "Seed: enter a number or leave it empty."),
+        ("system_prompt", "x" * (SYSTEM_PROMPT_LIMIT + 1), "System prompt: keep it below 20,000 characters."),
+        ("min_p", "0.1", "min_p: there is no such setting."),
+    ],
+)
+def test_settings_out_of_range_say_what_is_allowed(name: str, raw: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ChatSettings().changed(name, raw)
+    assert str(error.value) == message
+
+
+def test_settings_survive_the_file_and_old_files_survive_them() -> None:
+    changed = ChatSettings().changed("seed", "5").changed("top_k", "0").changed("system_prompt", " hi ")
+    assert (changed.seed, changed.top_k, changed.system_prompt) == (5, 0, "hi")
+    assert ChatSettings.from_json(changed.to_json()) == changed
+    assert changed.changed("seed", "").seed is None
+    assert ChatSettings.from_json('{"temperature": 99, "top_k": 7, "gone": 1}') == ChatSettings(top_k=7)
+
+
+def test_the_engine_takes_every_setting_the_page_allows() -> None:
+    from openk3.engine.request import SamplingParams
+
+    for field in FIELDS:
+        for value in (field.minimum, field.maximum):
+            SamplingParams(**ChatSettings().changed(field.name, value).sampling())
+
+
+# uploads
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "“a.txt” is empty."),
+        (b" \n", "“a.txt” is empty."),
+        (b"%PDF-1.7 text", "“a.txt” is a PDF."),
+        (b"PK\x03\x04rest", "“a.txt” is a zip archive"),
+        (b"caf\xe9", "“a.txt” is not UTF-8 text. Save it as UTF-8"),
+        ("text".encode("utf-16"), "“a.txt” is not UTF-8 text."),
+        (b"a\0b", "“a.txt” is a binary file."),
+        (b"x" * (MAX_FILE_BYTES + 1), "“a.txt” is too large (1.0 MB). The limit is 1.0 MB per file."),
+    ],
+)
+def test_refused_files_say_why(data: bytes, message: str) -> None:
+    with pytest.raises(UploadError) as error:
+        read_text_file("/home/me/a.txt", data)
+    assert str(error.value).startswith(message)
+
+
+def test_text_files_are_decoded() -> None:
+    assert read_text_file("n.md", b"\xef\xbb\xbfone\r\ntwo\r\xe4\xb8\xad") == Attachment("n.md", "one\ntwo\n中")
+
+
+def test_names_are_fit_to_show() -> None:
+    assert clean_name("C:\\docs\\a\u202egnp.txt\n") == "agnp.txt"
+    assert clean_name("../..") == ".."
+    assert clean_name("") == "file.txt"
+    long = clean_name("x" * 200 + ".csv")
+    assert len(long) <= 80 and long.endswith("….csv")
+
+
+# prompts
+
+
+def message(role: str, content: str, *files: Attachment, status: str = "complete") -> Message:
+    return Message(1, "c", role, content, files, status)  # type: ignore[arg-type]
+
+
+def test_files_stand_before_the_question_in_a_fence_of_their_own() -> None:
+    file = Attachment("a.md", "```\ncode\n````\n")
+    (turn,) = model_messages(ChatSettings(), [message("user", "Why?", file)])
+    assert turn == {"role": "user", "content": "File `a.md`:\n`````\n```\ncode\n````\n`````\n\nWhy?"}
+
+
+def test_failed_replies_leave_no_gap_in_the_turns() -> None:
+    chat = [
+        message("user", "one"),
+        message("assistant", "", status="failed"),
+        message("user", "two"),
+        message("assistant", "half", status="stopped"),
+        message("user", "three"),
+    ]
+    turns = model_messages(ChatSettings(system_prompt="Be kind."), chat)
+    assert [(t["role"], t["content"]) for t in turns] == [
+        ("system", "Be kind."),
+        ("user", "one\n\ntwo"),
+        ("assistant", "half"),
+        ("user", "three"),
+    ]
+    assert validate_messages(turns) == turns
+
+
+# Markdown
+
+
+def html(text: str) -> str:
+    return "".join(render_blocks(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "text <b onclick=x>bold</b>",
+        "[a](javascript:alert(1)) [b](data:text/html,x) [c](vbscript:x) [d](file:///etc) [e](/local) <javascript:x>",
+        '```html" onload="x\n<script>\n```',
+        "![p](http://192.0.2.1/x.png) ![q](data:image/svg+xml,<svg>)",
+        '[x](https://e.org/"onmouseover="alert(1))',
+        '[x]: https://e.org "t\\"onclick=x"\n\n[x]',
+        "| <i>a</i> |\n|---|\n| <script> |",
+    ],
+)
+def test_nothing_in_a_text_becomes_active(text: str) -> None:
+    tags = set(re.findall(r"<([a-z0-9]+)", html(text)))
+    assert tags <= {
+        *("p", "a", "span", "div", "pre", "code", "button", "table", "thead", "tbody", "tr", "th", "td", "br", "h2"),
+        *("em", "strong", "ul", "ol", "li", "blockquote", "hr"),
+    }
+    assert all(href.startswith("https://e.org") for href in re.findall(r'href="([^"]*)"', html(text)))
+    attributes = {name for tag in re.findall(r"<[a-z][^>]*>", html(text)) for name in re.findall(r'([\w-]+)="', tag)}
+    assert attributes <= {"class", "href", "rel", "type", "aria-label", "tabindex", "style"}
+
+
+def test_code_is_highlighted_locally() -> None:
+    block = html("```python\ndef f(): return '<'\n```")
+    assert '<span class="k">def</span>' in block and "&lt;" in block and 'class="code-copy"' in block
+    assert "<span>text</span>" in html("```\nplain\n```") and "<span>nonsense</span>" in html("```nonsense\nx\n```")
+
+
+TEXT = """# Title
+
+A paragraph with **bold**, `code` and [a link](https://example.com).
+A second line.
+
+1. one
+
+2. two
+   - nested
+
+   more of two
+
+10. ten
+
+```python
+def f():
+
+    return 1
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> quoted
+> twice
+
+Heading
+-------
+
+中文，第一句。
+***
+last 🙂"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, len(TEXT)), max_size=60))
+def test_any_chunking_renders_like_the_whole(cuts: list[int]) -> None:
+    stream = StreamingMarkdown()
+    for end in sorted({*cuts, len(TEXT)}):
+        blocks = stream.update(TEXT[:end])
+    assert blocks == render_blocks(TEXT)
+
+
+def test_settled_blocks_stay_as_they_are() -> None:
+    stream = StreamingMarkdown()
+    seen: list[str] = []
+    for end in range(len(TEXT) + 1):
+        blocks = stream.update(TEXT[:end])
+        assert len(blocks) >= len(seen) - 1
+        seen = blocks
+    assert seen == render_blocks(TEXT)
+
+
+def test_windows_line_ends_stream_too() -> None:
+    text = TEXT.replace("\n", "\r\n")
+    stream = StreamingMarkdown()
+    for end in range(0, len(text) + 1, 7):
+        stream.update(text[:end])
+    assert stream.update(text) == render_blocks(TEXT)
+
+
+# colours
+
+
+def luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio as WCAG 2 defines it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_enough_contrast(theme: str) -> None:
+    css = (ASSETS / "chat.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"^:root[^{]*\{(.*?)^\}", css, re.M | re.S)[:2]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", blocks[0]))
+    if theme == "dark":
+        colours |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", blocks[1]))
+    pairs = [("text", bg) for bg in ("bg", "bg-side", "bg-raised", "bg-bubble", "bg-selected", "bg-code")]
+    pairs += [("text-soft", bg) for bg in ("bg", "bg-side", "bg-raised", "bg-code")]
+    pairs += [("accent", "bg"), ("on-accent", "accent"), ("on-accent", "accent-hover"), ("danger", "bg-danger")]
+    pairs += [("danger", "bg-side"), ("bg", "danger"), ("bg", "text")]
+    pairs += [(f"code-{kind}", "bg-code") for kind in ("keyword", "string", "number", "name", "comment")]
+    for text, background in pairs:
+        ratio = contrast(colours[text], colours[background])
+        assert ratio >= 4.5, f"{theme}: {text} on {background} has a contrast of {ratio:.2f}"
+    assert contrast(colours["line-strong"], colours["bg-raised"]) >= 3, "borders of inputs must be seen"
