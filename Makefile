@@ -31,13 +31,14 @@ format: .venv/installed-dev  ## rewrite the sources in the project's format
 clean:  ## remove everything the targets above made
 	rm -rf .venv
 
-.venv/bin/python:
+# pip is the last thing that `venv` puts there, so its presence says that the environment is whole.
+.venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "OpenK3 needs Python 3.11 or newer: set PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 
 # PyTorch comes first and by its exact version, so that a machine with the small CPU build at hand takes that one.
-.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "installing OpenK3 into .venv (minutes the first time)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) --editable .

@@ -7,6 +7,7 @@ gets wrong ends as one line on stderr and exit code 2; what fails in spite of a 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +68,7 @@ app = typer.Typer(
 
 Try:
   [cyan]k3 chat[/cyan]                       talk to the default model here
-  [cyan]k3 serve[/cyan]                      web chat and OpenAI-compatible API on port 8000
+  [cyan]k3 serve[/cyan]                      web chat and OpenAI-compatible API
   [cyan]k3 generate "Explain tides"[/cyan]   one answer, also for scripts
   [cyan]k3 doctor[/cyan]                     what this machine has and what is missing
 
@@ -398,4 +399,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def main() -> None:
     """The `k3` program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the program was started with it closed
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
     app(prog_name="k3")

@@ -8,8 +8,8 @@ OpenK3's own models differ in one number, `depth` (the number of layers): `dial(
 and windows from it, so that a laptop-sized model and the 3-trillion-parameter one are the same design at two settings.
 """
 
-from __future__ import annotations
-
+# Not `from __future__ import annotations`: `strict` checks values against types, not against their names.
+import math
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -124,6 +124,10 @@ class K3Config(PreTrainedConfig):
     def _check(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("rms_norm_eps", "embedding_multiplier", "routed_scaling_factor"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"{name} is {value}: it must be a finite number above 0")
+        _require(self.n_shared_experts >= 0, f"n_shared_experts is {self.n_shared_experts}: it must be at least 0")
         assert self.layer_types is not None and self.layer_windows is not None and self.mlp_layer_types is not None
         assert self.head_dim is not None and self.rope_parameters is not None
         kv = self.num_key_value_heads
@@ -152,6 +156,11 @@ class K3Config(PreTrainedConfig):
                 _require(
                     rope.get("rope_type") in ROPE_TYPES,
                     f"rope_parameters[{kind!r}].rope_type is {rope.get('rope_type')!r}: supported are {ROPE_TYPES}",
+                )
+                theta = rope.get("rope_theta")
+                _require(
+                    isinstance(theta, int | float) and 0 < theta < math.inf,
+                    f"rope_parameters[{kind!r}].rope_theta is {theta!r}: it must be a number above 0",
                 )
         for i, kind in enumerate(self.mlp_layer_types):
             _require(kind in ("dense", "sparse"), f"mlp_layer_types[{i}] is {kind!r}: use 'dense' or 'sparse'")

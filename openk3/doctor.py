@@ -139,7 +139,7 @@ def check_cache() -> Iterator[Check]:
     home = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(home).free
     found, move = f"{_size(free)} free at {root}", "export OPENK3_HOME=/a/directory/with/room"
-    if not os.access(home, os.W_OK):
+    if not (home.is_dir() and os.access(home, os.W_OK)):
         yield Check("disk", "missing", f"{root} cannot be written", move)
     elif free < _MIN_DISK:
         yield Check("disk", "warning", f"{found}; converting a model takes some times its size", move)

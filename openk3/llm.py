@@ -17,6 +17,7 @@ tasks at once. What the user gets wrong is a ValueError that names the argument.
 from __future__ import annotations
 
 import difflib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -40,6 +41,7 @@ from openk3.responses import AsyncStream, Response, Stream, response_of
 from openk3.weights import load_config, load_model, resolve
 
 DEFAULT_MODEL = "smollm2-135m"
+_MAX_THREADS = 1024  # OpenMP crashes the process when the system refuses it a thread
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -64,9 +66,11 @@ def load(
         ValueError: no such model, or a checkpoint that cannot be used; one sentence says why.
     """
     if num_threads is not None:
-        if not isinstance(num_threads, int) or num_threads < 1:
-            raise ValueError(f"num_threads: {num_threads!r} is not a positive number of threads")
+        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or not 1 <= num_threads <= _MAX_THREADS:
+            raise ValueError(f"num_threads: {num_threads!r} is not a number of threads from 1 to {_MAX_THREADS}")
         torch.set_num_threads(num_threads)
+    if engine is not None and not isinstance(engine, EngineConfig):
+        raise ValueError(f"engine: expected an EngineConfig, got {type(engine).__name__}")
     directory = resolve(str(name_or_path), progress=progress)
     tokenizer = Tokenizer.from_directory(directory)
     model = load_model(directory)
@@ -236,7 +240,7 @@ class LLM:
         Raises:
             ValueError: an empty prefix, one that leaves no room in the context, a bad ttl, bad messages.
         """
-        if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < float("inf"):
+        if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl <= sys.float_info.max:
             raise ValueError(f"ttl: {ttl!r} is not a positive number of seconds")
         if isinstance(system_prompt, str):
             if tools is not None:
@@ -264,6 +268,7 @@ class LLM:
         """`submit` for a chat; `options` are those of `submit`."""
         turns = validate_messages(messages)
         if cache is not None:
+            _check_cache(cache)
             turns, tools = cache.before_chat(self.loop, turns, tools)
         return self.submit(self.tokenizer.encode_chat(turns, tools), **options)
 
@@ -284,6 +289,8 @@ class LLM:
         self.close()
 
     def _prompt_ids(self, prompt: Prompt, cache: PrefixCache | None, where: str = "prompt") -> list[int]:
+        if cache is not None:
+            _check_cache(cache)
         if isinstance(prompt, str):
             # A cached prefix already has the checkpoint's opening tokens.
             ids = self.tokenizer.encode(check_text(prompt, where), add_special_tokens=cache is None) if prompt else []
@@ -330,6 +337,11 @@ def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
         given["stop"] = given.pop("stop_sequences")
     # None means "not given" for every argument, as in OpenAI's API.
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, PrefixCache):
+        raise ValueError(f"cache: expected what prefix_cache() returned, got {type(cache).__name__}")
 
 
 def _wait(handle: Handle) -> Response:

@@ -66,6 +66,13 @@ def test_refused(tmp_path: Path, content: bytes, error: str) -> None:
         load_chat(file)
 
 
+def test_a_folder_that_is_not_there_is_named_by_the_users_own_words(tmp_path: Path) -> None:
+    file = tmp_path / "no" / "chat.json"
+    with pytest.raises(FileNotFoundError) as error:
+        save_chat(file, MESSAGES, "m")
+    assert error.value.filename == str(file)
+
+
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="messages: the list is empty"):
         save_chat(tmp_path / "chat.json", [], "m")

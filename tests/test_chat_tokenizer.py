@@ -187,6 +187,23 @@ def test_unreadable_directories(directory: Path, tmp_path_factory: pytest.TempPa
     (directory / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"generation_config\.json is not valid JSON: "):
         Tokenizer.from_directory(directory)
+    for broken in ("[" * 100_000, '{"a": ' + "1" * 5000 + "}"):
+        (directory / "generation_config.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"generation_config\.json is not valid JSON: "):
+            Tokenizer.from_directory(directory)
+    (directory / "generation_config.json").unlink()
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Tokenizer.from_directory(directory)
+    (directory / "chat_template.jinja").unlink()
+    for templates in (5, [5], [{"name": "default"}], [{"name": "default", "template": 5}]):
+        write_json(directory / "tokenizer_config.json", {"chat_template": templates})
+        with pytest.raises(ValueError, match=r"chat_template is neither text nor a list of named templates$"):
+            Tokenizer.from_directory(directory)
+    for tokens in ({"x": {}}, {"5": 5}, {"5": {}}, {"5": {"content": 5}}):
+        write_json(directory / "tokenizer_config.json", {"added_tokens_decoder": tokens})
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder is damaged \("):
+            Tokenizer.from_directory(directory)
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     (directory / "tokenizer.json").write_text(text[: len(text) // 2], encoding="utf-8")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer: "):

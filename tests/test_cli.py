@@ -125,6 +125,21 @@ def test_a_prompt_longer_than_the_context() -> None:
     assert_mistake(generate(text="x" * 600), "the prompt has 618 tokens but the context holds 512")
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "stderr"),
+    [
+        ("generate <&-", 2, "k3: the prompt is empty\n"),
+        ("generate - <&-", 2, "k3: the prompt is empty\n"),
+        ("models >&-", 0, ""),
+        ("models --preset x 2>&-", 2, ""),
+    ],
+)
+def test_a_closed_stream_is_an_empty_one(command: str, code: int, stderr: str) -> None:
+    script = f"exec '{sys.executable}' -c 'from openk3 import cli; cli.main()' {command}"
+    result = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", stderr)
+
+
 def test_failures_are_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("the engine\nstopped")

@@ -90,6 +90,13 @@ def test_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert models.found == "none; the default one is not here"
 
 
+def test_a_cache_below_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPENK3_HOME", str(tmp_path / "file" / "cache"))
+    disk, _ = doctor.check_cache()
+    assert (disk.status, disk.found) == ("missing", f"{tmp_path / 'file' / 'cache'} cannot be written")
+
+
 def test_a_cache_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENK3_HOME", str(tmp_path))
     for name in ("smollm2-135m-abc", "other"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import random
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -96,6 +100,62 @@ async def test_many_tasks_on_an_event_loop(loop: EngineLoop) -> None:
 
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*(client(i) for i in range(40)))
+
+
+def interrupted(call: Callable[[], object], line: int) -> bool:
+    """Call, and raise KeyboardInterrupt at the given one of the lines that run in it; False if it has fewer."""
+
+    def trace(frame: FrameType, event: str, value: object) -> Any:
+        nonlocal line
+        line -= event == "line"
+        if line == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_ctrl_c_while_waiting_is_a_keyboard_interrupt_wherever_it_strikes() -> None:
+    for line in itertools.count(1):
+        handle = Handle("r", lambda: None)
+        pusher = threading.Timer(0.02, handle.push, [Delta("r", finish_reason="stop")])
+        pusher.start()
+        struck = interrupted(handle.result, line)
+        pusher.join()
+        assert handle.result(LIMIT_S).finish_reason == "stop"
+        if not struck:
+            break
+    assert line > 10
+
+
+def test_a_pin_of_a_thousand_years_leaves_the_engine_running(loop: EngineLoop) -> None:
+    pinned = loop.pin(PROMPT, 3e10)
+    until(lambda: loop.stats().pinned_prefixes == 1)
+    time.sleep(0.05)  # the thread has gone to sleep until the pin expires
+    assert loop.submit(PROMPT, GREEDY).result(LIMIT_S).finish_reason == "length"
+    loop.unpin(pinned)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a platform without fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_told_instead_of_waiting_forever(loop: EngineLoop) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.submit(PROMPT, GREEDY)
+        except RuntimeError as error:
+            os._exit(0 if "load the model in this one" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert loop.submit(PROMPT, GREEDY).result(LIMIT_S).finish_reason == "length"
 
 
 async def test_a_task_that_is_cancelled_leaves_the_handle_usable(loop: EngineLoop) -> None:

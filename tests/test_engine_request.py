@@ -16,6 +16,7 @@ from openk3.engine.request import Request
         ("temperature", -0.1, "temperature is -0.1: it must lie between 0 and 100"),
         ("temperature", 1e9, "temperature is 1000000000.0: it must lie between 0 and 100"),
         ("temperature", float("nan"), "temperature is nan: it must be a number from 0 to 100"),
+        ("temperature", 10**400, f"temperature is {10**400}: it must lie between 0 and 100"),
         ("temperature", "hot", "temperature is 'hot': it must be a number from 0 to 100"),
         ("temperature", True, "temperature is True: it must be a number from 0 to 100"),
         ("top_p", 1.5, "top_p is 1.5: it must lie between 0 and 1"),

@@ -283,6 +283,7 @@ REFUSED = [
         "partial_rotary_factor to 0.5",
     ),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: it must lie between 1 and 2048"),
+    ({"n_shared_experts": -1}, "n_shared_experts = -1: it must lie between 0 and"),
     ({"num_attention_heads": 0}, "num_attention_heads = 0: it must lie between 1 and"),
     ({"hidden_size": "big"}, "config.json is not a usable llama configuration"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),

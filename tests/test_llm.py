@@ -367,6 +367,8 @@ def test_prefix_caches_that_cannot_be_used(llm: LLM, monkeypatch: pytest.MonkeyP
     cache = llm.prefix_cache("P" * 20)
     with pytest.raises(ValueError, match=r"^cache: pin-\w+ was made from plain text.*prefix_cache\(\[\{"):
         llm.chat(CHAT, cache=cache, **GREEDY)
+    with pytest.raises(ValueError, match=r"^cache: expected what prefix_cache\(\) returned, got int$"):
+        llm.chat(CHAT, cache=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^cache: pin-\w+ belongs to another loaded model"):
         debug_llm().generate("x", cache=cache)
     cache.release()
@@ -455,9 +457,11 @@ async def test_chat_mistakes_are_named_at_once(llm: LLM) -> None:
 def test_load_mistakes() -> None:
     with pytest.raises(ValueError, match=r"^unknown model 'smollm'.*did you mean smollm2-135m"):
         load("smollm")
-    for threads in (0, -2, "two"):
-        with pytest.raises(ValueError, match=r"^num_threads: .* is not a positive number of threads$"):
+    for threads in (0, -2, "two", True, 10**6):
+        with pytest.raises(ValueError, match=r"^num_threads: .* is not a number of threads from 1 to 1024$"):
             load(num_threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^engine: expected an EngineConfig, got dict$"):
+        load(engine={})  # type: ignore[arg-type]
 
 
 def test_sampling_names_are_those_of_the_engine() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from openk3.config import PRESETS, K3Config, dial, preset
@@ -115,11 +116,23 @@ def test_windows_shrink_with_depth_and_global_layers_recur() -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type is 'dynamic': supported are"),
         ({"head_dim": 7}, "head_dim is 7: it must be even"),
         ({"vocab_size": 0}, "vocab_size is 0: it must be at least 1"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0: it must be a finite number above 0"),
+        ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf: it must be a finite number above 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0: it must be a number above 0"),
     ],
 )
 def test_contradictory_configs_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         K3Config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rms_norm_eps", "x"), ("hidden_act", "relu"), ("scoring_func", "x"), ("max_position_embeddings", "x")],
+)
+def test_values_of_the_wrong_type_are_refused(field: str, value: object) -> None:
+    with pytest.raises(StrictDataclassFieldValidationError, match=field):
+        K3Config(**{field: value})
 
 
 def test_unknown_preset_and_depth_are_refused() -> None:

@@ -419,6 +419,14 @@ def test_unreachable_hub_fails_within_seconds_and_names_the_cure(monkeypatch: py
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("x" * 5000, "File name too long"), ("~no-such-user/x", "Could not determine home directory")]
+)
+def test_paths_that_cannot_be_looked_up(name: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^'{name[:80]}' cannot be looked up: .*{why}"):
+        resolve(name)
+
+
 # --- the registry ---------------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,11 @@ def test_damaged_config(content: bytes, message: str, single: Path) -> None:
         load_config(single)
 
 
+def test_damaged_generation_config(single: Path) -> None:
+    (single / "generation_config.json").write_text('{"max_new_tokens": -5}')
+    expect_error(single, "generation_config.json is not usable: `max_new_tokens` must be greater than 0")
+
+
 def test_missing_config(single: Path) -> None:
     (single / "config.json").unlink()
     expect_error(single, "config.json is missing: give a directory that holds a whole checkpoint")

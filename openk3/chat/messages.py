@@ -177,7 +177,7 @@ def _arguments(arguments: object, where: str) -> dict[str, Any]:
         check_text(arguments, where)
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # not only JSONDecodeError: an integer may have too many digits
             raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {_kind(arguments)}")

@@ -38,7 +38,10 @@ def save_chat(path: str | Path, messages: Sequence[Message], model: str) -> None
         except ValueError as error:
             raise ValueError(f"{file} is there and is not a saved chat; choose another name ({error})") from None
     saved = {"format": _FORMAT, "version": _VERSION, "model": model, "messages": checked}
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    except OSError as error:  # in the user's words, not with the name of a file nobody asked for
+        raise OSError(error.errno, error.strerror, str(file)) from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
             json.dump(saved, handle, ensure_ascii=False, indent=2)

@@ -77,7 +77,11 @@ class Tokenizer:
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
-        _add_missing_tokens(backend, settings.get("added_tokens_decoder"))
+        try:
+            _add_missing_tokens(backend, settings.get("added_tokens_decoder"))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            place = f"{directory / 'tokenizer_config.json'}: added_tokens_decoder"
+            raise ValueError(f"{place} is damaged ({type(error).__name__}: {error})") from None
         # Multimodal checkpoints keep the language model's ids one level down.
         sources = [generation, config, config.get("text_config") or {}]
         bos_ids = [i for source in sources for i in _ids(source.get("bos_token_id"))]
@@ -156,7 +160,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # broken UTF-8, broken JSON, integers of thousands of digits
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file} does not hold a JSON object")
@@ -167,17 +171,28 @@ def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     """Return templates by name. Files win over the setting, as in Transformers."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "chat_templates").glob("*.jinja"))}
-    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    templates = {name: _read_template(file) for name, file in files.items() if file.is_file()}
     inside = settings.get("chat_template")
     if templates or inside is None:
         return templates
     if isinstance(inside, str):
         return {"default": inside}
-    if isinstance(inside, list):
+    if isinstance(inside, list) and all(map(_is_named_template, inside)):
         return {entry["name"]: entry["template"] for entry in inside}
     raise ValueError(
         f"{directory / 'tokenizer_config.json'}: chat_template is neither text nor a list of named templates"
     )
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+
+
+def _is_named_template(entry: object) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(field), str) for field in ("name", "template"))
 
 
 def _named_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:

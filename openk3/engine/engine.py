@@ -8,6 +8,7 @@ run ends the requests that were in it; the others never notice.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
 from collections import Counter
@@ -153,7 +154,7 @@ class Engine:
         """
         if not self.config.enable_prefix_caching:
             raise ValueError("a prefix cannot be pinned while enable_prefix_caching is off")
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s < float("inf"):
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s <= sys.float_info.max:
             raise ValueError(f"ttl_s is {ttl_s!r}: it must be a positive number of seconds")
         request = self.make_request(prompt_ids, _PREFILL_ONLY)
         request.pin_ttl_s = float(ttl_s)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import queue
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from openk3.engine.request import Delta
 
@@ -17,6 +20,10 @@ class Handle:
     `await aresult()`. Every iteration starts at the first delta; the last one carries the finish reason. An error in
     the engine arrives as a last delta too and is not raised.
 
+    There is no lock: Ctrl-C may strike between any two instructions of a thread that waits here, and a lock would then
+    be left held, or be released without being held. Deltas are only added. Whoever waits leaves a call in `_wakers`
+    and then looks for its delta once more, so that none arrives unseen; it may be called for the delta before.
+
     Attributes:
         request_id: what the deltas carry.
     """
@@ -25,8 +32,7 @@ class Handle:
         self.request_id = request_id
         self._cancel = cancel
         self._deltas: list[Delta] = []
-        self._arrival = threading.Condition()
-        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._wakers: deque[Callable[[], None]] = deque()
 
     def cancel(self) -> None:
         """Ask the engine to stop; it does within a step and sends a last delta. Harmless when the reply has ended."""
@@ -40,22 +46,15 @@ class Handle:
 
     def push(self, delta: Delta) -> None:
         """Add a delta and wake whoever waits for it. For the engine's thread."""
-        with self._arrival:
-            self._deltas.append(delta)
-            self._arrival.notify_all()
-            sleepers, self._sleepers = self._sleepers, []
-        for loop, future in sleepers:
-            try:
-                loop.call_soon_threadsafe(_wake, future)
-            except RuntimeError:  # the client's event loop is closed: nobody waits there any more
-                continue
+        self._deltas.append(delta)
+        while self._wakers:
+            self._wakers.popleft()()
 
     def __iter__(self) -> Iterator[Delta]:
         position = 0
         while True:
-            with self._arrival:
-                self._arrival.wait_for(lambda: position < len(self._deltas))  # noqa: B023 (called before it changes)
-                delta = self._deltas[position]
+            self._wait_for(position)
+            delta = self._deltas[position]
             yield delta
             if delta.finish_reason is not None:
                 return
@@ -64,21 +63,33 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         position = 0
         while True:
-            delta = await self._wait_for(position)
+            await self._await(position)
+            delta = self._deltas[position]
             yield delta
             if delta.finish_reason is not None:
                 return
             position += 1
 
-    async def _wait_for(self, position: int) -> Delta:
-        while True:
-            with self._arrival:
-                if position < len(self._deltas):
-                    return self._deltas[position]
-                loop = asyncio.get_running_loop()
-                future: asyncio.Future[None] = loop.create_future()
-                self._sleepers.append((loop, future))
-            await future
+    def _wait_for(self, position: int, timeout_s: float | None = None) -> None:
+        """Return when the delta at `position` is there.
+
+        Raises:
+            queue.Empty: it did not arrive within `timeout_s` seconds.
+        """
+        while position == len(self._deltas):
+            bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+            self._wakers.append(partial(bell.put, None))
+            if position == len(self._deltas):
+                bell.get(timeout=timeout_s)
+
+    async def _await(self, position: int) -> None:
+        """`_wait_for` without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        while position == len(self._deltas):
+            bell: asyncio.Future[None] = loop.create_future()
+            self._wakers.append(partial(_wake, loop, bell))
+            if position == len(self._deltas):
+                await bell
 
     def result(self, timeout_s: float | None = None) -> Delta:
         """The whole reply as one delta, waited for.
@@ -86,9 +97,12 @@ class Handle:
         Raises:
             TimeoutError: it did not end within `timeout_s` seconds; the request goes on.
         """
-        with self._arrival:
-            if not self._arrival.wait_for(lambda: self.done, timeout_s):
-                raise TimeoutError(f"request {self.request_id} did not end within {timeout_s} s")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not self.done:
+                self._wait_for(len(self._deltas), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"request {self.request_id} did not end within {timeout_s} s") from None
         return merge(self._deltas)
 
     async def aresult(self) -> Delta:
@@ -96,9 +110,16 @@ class Handle:
         return merge([delta async for delta in self])
 
 
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _wake(loop: asyncio.AbstractEventLoop, bell: asyncio.Future[None]) -> None:
+    try:
+        loop.call_soon_threadsafe(_ring, bell)
+    except RuntimeError:  # the client's event loop is closed: nobody waits there any more
+        return
+
+
+def _ring(bell: asyncio.Future[None]) -> None:
+    if not bell.done():
+        bell.set_result(None)
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from openk3.engine.request import Delta, Request, SamplingParams
 __all__ = ["EngineLoop", "Handle"]
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_SLEEP_S = 86_400.0  # a lock refuses to wait for centuries, which is how long some prefixes may be pinned
 
 
 class EngineLoop:
@@ -44,6 +47,7 @@ class EngineLoop:
         self._ended = False
         # Belongs to the thread: the handles of those requests that have left the inbox.
         self._started: dict[str, Handle] = {}
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="openk3-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -65,7 +69,7 @@ class EngineLoop:
 
         Raises:
             ValueError: the prompt is empty, too long or outside the vocabulary, or the id is in use.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or in another process since a fork.
         """
         return self._submit(self.engine.make_request(prompt_ids, params, priority=priority, request_id=request_id))
 
@@ -122,6 +126,8 @@ class EngineLoop:
         self.close()
 
     def _submit(self, request: Request) -> Handle:
+        if os.getpid() != self._pid:  # threads do not survive a fork: nobody would ever answer
+            raise RuntimeError("the engine stayed in the process that was forked: load the model in this one")
         handle = Handle(request.request_id, lambda: self._cancel(request.request_id))
         with self._wake:
             if self.closed:
@@ -159,7 +165,8 @@ class EngineLoop:
         with self._wake:
             if not self._inbox and not self.engine.has_requests and not self._closing:
                 expiry = self.engine.next_expiry
-                self._wake.wait(None if expiry is None else max(0.0, expiry - time.monotonic()))
+                left = _LONGEST_SLEEP_S if expiry is None else max(0.0, expiry - time.monotonic())
+                self._wake.wait(min(left, _LONGEST_SLEEP_S))
             return not self._closing
 
     def _work(self) -> None:

@@ -85,7 +85,8 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Not math.isfinite, which fails on integers that are too large for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
         raise ValueError(f"{name} is {value!r}: it must be a number from {low} to {high}")
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}: it must lie between {low} and {high}")

@@ -23,6 +23,7 @@ Json = dict[str, Any]
 # A damaged or hostile config must not make the reader build a million layers before the tensors prove it wrong.
 _LIMITS = {
     "num_hidden_layers": (1, 2048),
+    "n_shared_experts": (0, 2**16),
     "num_experts": (0, 2**16),
     "num_local_experts": (0, 2**16),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**16)),

@@ -70,8 +70,14 @@ def load_directory(directory: Path, dtype: torch.dtype) -> K3ForCausalLM:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = dtype
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_dict(read_json(directory / "generation_config.json"))
+    defaults = directory / "generation_config.json"
+    if defaults.is_file():
+        try:
+            model.generation_config = GenerationConfig.from_dict(read_json(defaults))
+        except CheckpointError:
+            raise
+        except Exception as error:  # Transformers' validation raises errors of many kinds
+            raise CheckpointError(f"{defaults} is not usable: {reason(error)}") from error
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from openk3.weights import gguf_convert, hub, registry
-from openk3.weights.errors import CheckpointError
+from openk3.weights.errors import CheckpointError, reason
 from openk3.weights.pull import pull
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,10 +29,14 @@ def resolve(name_or_path: str, *, progress: bool = True) -> Path:
         raise CheckpointError("the name of the model is empty: give an alias, a directory or a .gguf file")
     if (model := registry.find(name_or_path)) is not None:
         return pull(model, progress=progress)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, a directory that may not be read, no such user
+        raise CheckpointError(f"{name_or_path[:80]!r} cannot be looked up: {reason(error)}") from error
+    if is_dir:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path} is a single file: give its directory, or a .gguf file")
         return gguf_convert.converted(path, progress=progress)
