@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from openk3 import __version__
+from openk3.engine.config import EngineConfig, WeightFormat
 from openk3.terminal import ctrl_c_stops, harmless, spinner
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ Model = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="one per core")]
+Weights = Annotated[
+    WeightFormat, typer.Option("--weights", help="How matrices are held: int8 is faster and a little less exact.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="What the model is told before the chat.")]
 
@@ -191,6 +195,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is instead of answering it.")] = False,
     as_json: AsJson = False,
     threads: Threads = None,
+    weights: Weights = "float32",
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
@@ -216,7 +221,7 @@ def generate(
     if raw and system is not None:
         raise ValueError("--system belongs to a chat: leave out --raw")
     sampling = _sampling(ctx)
-    with _load(model, threads) as llm:
+    with _load(model, threads, weights) as llm:
         plain = raw or (system is None and llm.tokenizer.chat_template is None)
         told = [{"role": "system", "content": system}] if system is not None else []
         turns = [*told, {"role": "user", "content": text}]
@@ -245,6 +250,7 @@ def chat(
     system: System = None,
     load: Annotated[str | None, typer.Option("--load", help="Go on with a chat that /save wrote.")] = None,
     threads: Threads = None,
+    weights: Weights = "float32",
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
@@ -269,7 +275,7 @@ def chat(
 
     sampling = _sampling(ctx)
     messages = load_chat(load).messages if load is not None else []
-    with _load(model, threads) as llm:
+    with _load(model, threads, weights) as llm:
         llm.tokenizer.render_chat([{"role": "user", "content": "Hello"}])  # a model that cannot chat says so at once
         if sys.stdin.isatty():
             typer.echo(f"{model}, {llm.max_model_len:,} tokens of context. /help lists the commands.")
@@ -288,6 +294,7 @@ def serve(
     ] = None,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web chat at / too.")] = True,
     threads: Threads = None,
+    weights: Weights = "float32",
 ) -> None:
     """Serve a model: web chat at /, OpenAI-compatible API at /v1.
 
@@ -309,6 +316,7 @@ def serve(
         web=web,
         allowed_hosts=allowed_host or (),
         num_threads=threads,
+        engine=EngineConfig(weights=weights),
     )
 
 
@@ -342,12 +350,12 @@ def _sampling(ctx: typer.Context) -> dict[str, Any]:
     return given
 
 
-def _load(name: str, threads: int | None) -> LLM:
+def _load(name: str, threads: int | None, weights: WeightFormat) -> LLM:
     _fetch(name)
     with spinner(f"loading {name}"):
         from openk3.llm import load
 
-        return load(name, num_threads=threads, progress=False)
+        return load(name, num_threads=threads, engine=EngineConfig(weights=weights), progress=False)
 
 
 def _fetch(name: str) -> Path:

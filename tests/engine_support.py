@@ -16,6 +16,7 @@ from openk3.engine.request import Request
 from openk3.model import K3ForCausalLM
 
 EOS = 0
+RUNNERS = ("cpu", "torch")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -60,6 +61,7 @@ def random_tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def small_engine(model: K3ForCausalLM | None = None, **settings: Any) -> Engine:
+    """Leaves the choice of the runner to the engine, as everything above it does."""
     settings = {"page_size": 4, "num_pages": 300, "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
     return Engine(model or small_model(), ByteTokenizer(), EngineConfig(**settings))
 

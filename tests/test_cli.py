@@ -18,6 +18,7 @@ import openk3
 from openk3 import cli, llm, terminal
 from openk3.chat.saved import save_chat
 from openk3.doctor import Check
+from openk3.engine.config import EngineConfig
 from openk3.weights import default_model
 
 if TYPE_CHECKING:
@@ -282,12 +283,12 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert k3("serve").exit_code == 0
     k3(
         "serve", "-m", "x", "--host", "0.0.0.0", "-p", "9", "--name", "n", "--no-web", "--threads", "2",
-        "--allowed-host", "a", "--allowed-host", "b",
+        "--allowed-host", "a", "--allowed-host", "b", "--weights", "int8",
     )  # fmt: skip
     defaults = {"host": "127.0.0.1", "port": 8000, "model_name": None, "web": True, "num_threads": None}
-    assert calls[0] == ("smollm2-135m", {**defaults, "allowed_hosts": ()})
+    assert calls[0] == ("smollm2-135m", {**defaults, "allowed_hosts": (), "engine": EngineConfig()})
     given = {"host": "0.0.0.0", "port": 9, "model_name": "n", "web": False, "num_threads": 2}
-    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"]})
+    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"], "engine": EngineConfig(weights="int8")})
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_support import GREEDY, add, finish, generate, random_tokens, small_engine, small_model
+from engine_support import GREEDY, RUNNERS, add, finish, generate, random_tokens, small_engine, small_model
 from torch import Tensor
 
 from openk3.engine import Engine, SamplingParams
@@ -28,7 +28,13 @@ def mkl_keeps_rows_apart() -> bool:
     return all(torch.equal(torch.nn.functional.linear(rows[:n], weight), together[:n]) for n in (1, 2, 3, 7, 16))
 
 
-pytestmark = pytest.mark.skipif(not mkl_keeps_rows_apart(), reason="torch is built without MKL's reproducible mode")
+@pytest.fixture(params=RUNNERS, autouse=True)
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of this file holds for both runners."""
+    if request.param == "torch" and not mkl_keeps_rows_apart():
+        pytest.skip("torch is built without MKL's reproducible mode")
+    monkeypatch.setitem(SETTINGS, "runner", request.param)
+    return str(request.param)
 
 
 def record(engine: Engine) -> dict[tuple[str, int], Tensor]:
@@ -47,8 +53,11 @@ def record(engine: Engine) -> dict[tuple[str, int], Tensor]:
     return rows
 
 
+SETTINGS: dict[str, Any] = {"page_size": 16, "num_pages": 200}
+
+
 def engine_of(kinds: tuple[str, ...], **settings: Any) -> Engine:
-    return small_engine(small_model(*kinds), **({"page_size": 16, "num_pages": 200} | settings))
+    return small_engine(small_model(*kinds), **(SETTINGS | settings))
 
 
 def alone(kinds: tuple[str, ...]) -> dict[int, Tensor]:
@@ -119,15 +128,17 @@ def test_the_same_bits_at_every_page_size(page_size: int) -> None:
 
 def test_the_same_bits_whatever_the_pages_held_before() -> None:
     engine = engine_of(())
-    engine._runner._keys.fill_(float("nan"))
-    engine._runner._values.fill_(float("inf"))
+    torch.as_tensor(engine._runner._keys).fill_(float("nan"))  # type: ignore[attr-defined]
+    torch.as_tensor(engine._runner._values).fill_(float("inf"))  # type: ignore[attr-defined]
     rows = record(engine)
     generate(engine, PROMPT, request_id="me")
     assert same_bits(alone(()), rows)
 
 
-def test_tiles_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_change_no_bits(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Very long contexts are computed in tiles of few queries, to bound the memory for scores."""
+    if runner != "torch":
+        pytest.skip("the kernels' memory for scores does not grow with the context")
     expected = alone(("window",))
     monkeypatch.setattr("openk3.engine.runner_torch.MAX_SCORES", 10_000)
     engine = engine_of(("window",), max_num_batched_tokens=512)

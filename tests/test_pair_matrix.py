@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from engine_support import EOS, ByteTokenizer, add, finish, random_tokens, small_engine, small_model
+from engine_support import EOS, RUNNERS, ByteTokenizer, add, finish, random_tokens, small_engine, small_model
 
 from openk3.engine import Delta, Engine, EngineLoop, Handle, SamplingParams, naive
 from openk3.engine.engine import EngineStats
@@ -192,14 +192,15 @@ def priority_of(i: int, names: tuple[str, ...]) -> int:
     return (0, 2, 1)[i] if "priorities" in names else 0
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("names", combinations(FEATURES, 2), ids=" x ".join)
-async def test_pair(names: tuple[str, str]) -> None:
+async def test_pair(names: tuple[str, str], runner: str) -> None:
     features = [FEATURES[name] for name in names]
     model = tuple(sorted(kind for feature in features for kind in feature.model))
     settings: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": CONTEXT, "num_pages": 100}
     for feature in features:
         settings |= feature.engine
-    engine = small_engine(small_model(*model), **settings)
+    engine = small_engine(small_model(*model), runner=runner, **settings)
     params = [params_of(features, model, i) for i in range(len(PROMPTS))]
 
     if "streaming" in names:

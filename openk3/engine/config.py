@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+RunnerName = Literal["auto", "cpu", "torch"]
+WeightFormat = Literal["float32", "int8"]
 
 KEYS_PER_PRODUCT = 128  # attention multiplies by this many keys at a time (`runner_torch`); whole pages must fill it
 
@@ -18,6 +22,11 @@ class EngineConfig:
         max_num_seqs: requests that are computed at the same time; the others wait.
         max_num_batched_tokens: tokens that one step computes. Longer prompts are computed in several steps.
         enable_prefix_caching: keep the pages of finished requests for later requests that begin with the same tokens.
+        runner: what computes. "cpu": the compiled kernels; "torch": PyTorch, on any device and in any dtype; "auto":
+            the kernels where they can run the model (on a CPU, in float32, widths that are multiples of 16), else
+            PyTorch.
+        weights: how the kernels hold the matrices: "float32" as they are, or "int8", rounded to one scale per row when
+            the engine starts, for more speed.
         max_model_len: longest request, prompt and reply together, in tokens. None: as long as the model allows and
             three quarters of the cache hold, so that a quarter is left for pinned prefixes.
 
@@ -32,6 +41,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
+    runner: RunnerName = "auto"
+    weights: WeightFormat = "float32"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
@@ -39,6 +50,9 @@ class EngineConfig:
         for name in ("num_pages", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        for name, allowed in (("runner", get_args(RunnerName)), ("weights", get_args(WeightFormat))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if KEYS_PER_PRODUCT % self.page_size:
             raise ValueError(
                 f"page_size is {self.page_size}: it must be a power of two up to {KEYS_PER_PRODUCT}, for instance 16"

@@ -24,7 +24,8 @@ from openk3.engine.detokenizer import TextStream, TokenizerLike
 from openk3.engine.pages import PagePool, extend_page_hashes, pages_for
 from openk3.engine.pins import PinTable
 from openk3.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from openk3.engine.runner_torch import TorchRunner, page_bytes
+from openk3.engine.runner import make_runner
+from openk3.engine.runner_torch import page_bytes
 from openk3.engine.sampler import fresh_seed, log_probabilities, sample_token
 from openk3.engine.scheduler import Chunk, Scheduler
 
@@ -97,7 +98,7 @@ class Engine:
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
         self._num_pages = _number_of_pages(model, config)
         self.max_model_len = _longest_request(model, config, self._num_pages)
-        self._runner = TorchRunner(model, self._num_pages, config.page_size)
+        self._runner = make_runner(model, self._num_pages, config)
         self._requests: dict[str, Request] = {}
         self._steps = self._accepted = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
