@@ -24,7 +24,7 @@ OP_SIZE = 6
 # Formats. INT8: one float32 scale per row, weights in [-127, 127].
 F32, INT8 = 0, 1
 
-BLOCK_ROWS = 16
+BLOCK_ROWS = 8
 UNPACK_FROM = 12
 
 SERIAL: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

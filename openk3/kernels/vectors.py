@@ -62,17 +62,29 @@ def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
     return builder.call(function, [a, b, c])
 
 
-def _sum_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """The sum of 16 lanes: halves added to halves, four times."""
-    width = LANES
+def _sum_lanes(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """The sums of the lanes of 1, 2 or 4 vectors, as one vector of as many lanes.
+
+    Halves are added to halves, four times; while there is more than one vector, two of them share the additions. The
+    order of the sum is the same for every number of vectors.
+    """
+    width, groups = LANES, 1  # every vector consists of `groups` parts of `width` lanes, each part on its way to a sum
     while width > 1:
-        width //= 2
-        low = builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, width), list(range(width))))
-        high = builder.shuffle_vector(
-            vector, vector, ir.Constant(ir.VectorType(_I32, width), list(range(width, 2 * width)))
-        )
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, _I32(0))
+        half = width // 2
+        halved = []
+        for a, b in zip(vectors[::2], vectors[1::2] or vectors, strict=True):
+            parts = groups if a is b else 2 * groups
+            low = [part * width + i for part in range(parts) for i in range(half)]
+            kind = ir.VectorType(_I32, len(low))
+            halved.append(
+                builder.fadd(
+                    builder.shuffle_vector(a, b, ir.Constant(kind, low)),
+                    builder.shuffle_vector(a, b, ir.Constant(kind, [i + half for i in low])),
+                )
+            )
+        groups = groups if len(vectors) == 1 else 2 * groups
+        vectors, width = halved, half
+    return vectors[0]
 
 
 def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
@@ -123,11 +135,9 @@ def _make_dot(load: Callable[..., ir.Value], element_bytes: int, rows: int, colu
                     for c in range(columns):
                         builder.store(_fma(builder, values, xs[c], builder.load(sums[r][c])), sums[r][c])
             for c in range(columns):
-                for r in range(rows):
-                    total = _sum_lanes(builder, builder.load(sums[r][c]))
-                    index = builder.add(builder.mul(target_stride, _I64(c)), _I64(r))
-                    at = builder.add(target, builder.mul(index, _I64(4)))
-                    builder.store(total, builder.inttoptr(at, _F32.as_pointer()), align=4)
+                totals = _sum_lanes(builder, [builder.load(row_sums[c]) for row_sums in sums])
+                at = builder.add(target, builder.mul(target_stride, _I64(4 * c)))
+                builder.store(totals, builder.inttoptr(at, totals.type.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -209,7 +219,7 @@ def exp_and_sum(typingctx: Any, row: Any, count: Any, shift: Any) -> tuple[Any, 
             value = _exp(builder, builder.fsub(_load(builder, at, _VEC, 4), shift_vector))
             builder.store(value, builder.inttoptr(at, _VEC.as_pointer()), align=4)
             builder.store(builder.fadd(builder.load(total), value), total)
-        return _sum_lanes(builder, builder.load(total))
+        return builder.extract_element(_sum_lanes(builder, [builder.load(total)]), _I32(0))
 
     return types.float32(types.int64, types.int64, types.float32), codegen
 
