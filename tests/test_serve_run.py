@@ -14,7 +14,7 @@ import httpx
 import pytest
 from serving import debug_llm, sse
 
-from openk3.serve.app import run
+from openk3.serve.app import not_a_websocket, run
 
 ENDLESS: dict[str, Any] = {
     "model": "debug",
@@ -78,3 +78,16 @@ def test_a_taken_port() -> None:
         with pytest.raises(SystemExit) as caught:
             run(str(debug_llm().model_dir), port=taken.getsockname()[1], web=False)
     assert caught.value.code not in (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "kept"),
+    [
+        ('%s - "WebSocket %s" [accepted]', (("127.0.0.1", 9), "/_nicegui_ws/?client_id=secret"), False),
+        ("connection open", (), False),
+        ("Uvicorn running on %s", ("http://127.0.0.1:8000",), True),
+    ],
+)
+def test_websockets_leave_no_line_in_the_log(message: str, arguments: tuple[Any, ...], kept: bool) -> None:
+    record = logging.LogRecord("uvicorn.error", logging.INFO, "", 0, message, arguments, None)
+    assert not_a_websocket(record) is kept

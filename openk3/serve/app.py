@@ -129,6 +129,7 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     for name in ("openk3", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").addFilter(not_a_websocket)
     hosts = list(allowed_hosts)
     if host in ("0.0.0.0", "::"):
         if not hosts:
@@ -166,6 +167,11 @@ def run(
     )
     with suppress(KeyboardInterrupt):  # raised again by uvicorn when it has shut down
         uvicorn.Server(config).run()
+
+
+def not_a_websocket(record: logging.LogRecord) -> bool:
+    """A log filter: uvicorn notes WebSocket connections with their query strings, which hold the tabs' ids."""
+    return "WebSocket" not in record.getMessage() and record.msg not in ("connection open", "connection closed")
 
 
 def default_model_name(model: str) -> str:
