@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from engine_support import ByteTokenizer, random_tokens, small_model
 from numba import njit
 from numpy.typing import NDArray
 
+import openk3.kernels
 from conftest import random_model
 from openk3.config import K3Config
 from openk3.engine import Engine, EngineConfig
@@ -19,8 +22,10 @@ from openk3.engine.pages import pages_for
 from openk3.engine.runner_cpu import CpuRunner
 from openk3.engine.runner_torch import TorchRunner
 from openk3.engine.scheduler import Chunk
+from openk3.kernels import source_digest
 from openk3.kernels.attention import TILE, attention, attention_oracle, scratch_size
 from openk3.kernels.linear import BLOCK_ROWS, F32, INT8, linear, linear_oracle
+from openk3.kernels.step import forward
 from openk3.kernels.vectors import exp_and_sum, gelu_times, silu_times
 from openk3.model import K3ForCausalLM
 from openk3.weights.quantize import dequantize_int8, quantize_int8
@@ -193,3 +198,17 @@ def test_the_kernels_are_chosen_where_they_can_run() -> None:
         engine(small_model(), weights="int8", runner="torch")
     with pytest.raises(ValueError, match="weights is 'int3': it must be one of float32, int8"):
         EngineConfig(weights="int3")  # type: ignore[arg-type]
+
+
+def test_compiled_code_belongs_to_the_state_of_all_sources(tmp_path: Path) -> None:
+    """A kernel contains those it calls from other files, so a change in any file must lead to another directory."""
+    sources = list(Path(openk3.kernels.__file__).parent.glob("*.py"))
+    for kernel in (forward, linear, attention):
+        assert source_digest(sources) in kernel._cache.cache_path
+    copies = [Path(shutil.copy(source, tmp_path)) for source in sources]
+    assert source_digest(copies) == source_digest(sources)
+    for copied in copies:
+        content = copied.read_text()
+        copied.write_text(content + "\n")
+        assert source_digest(copies) != source_digest(sources)
+        copied.write_text(content)
