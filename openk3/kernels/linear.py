@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from openk3.kernels.memory import f32_at, i8_at
-from openk3.kernels.vectors import LANES, TILE_COLUMNS, TILE_ROWS, dot_f32, dot_f32_row, dot_i8, dot_i8_row
+from openk3.kernels.vectors import TILE_COLUMNS, TILE_ROWS, dot_f32, dot_f32_row, dot_i8, dot_i8_row
 
 # Columns of an op. BIAS is 0 where there is none.
 FORMAT, WEIGHT, SCALE, BIAS, ROWS, COLUMNS = range(6)
@@ -103,6 +103,14 @@ def linear_rows(op, x, out, first, begin, end, scratch):
                     out[m, first + r + i] += bias[i]
 
 
+@njit(**SERIAL)
+def _share(rows, t, threads):
+    """The rows `[begin, end)` that thread `t` computes: whole tiles, the last thread also the rest."""
+    begin = rows * t // threads // TILE_ROWS * TILE_ROWS
+    end = rows if t == threads - 1 else rows * (t + 1) // threads // TILE_ROWS * TILE_ROWS
+    return begin, end
+
+
 @njit(**PARALLEL)
 def linear(ops, x, out, scratch):
     """All `ops` on the same activations, their results side by side.
@@ -117,11 +125,9 @@ def linear(ops, x, out, scratch):
     for t in prange(threads):
         first = 0
         for i in range(ops.shape[0]):
-            rows = ops[i, ROWS]
-            begin = rows * t // threads // TILE_ROWS * TILE_ROWS
-            end = rows if t == threads - 1 else rows * (t + 1) // threads // TILE_ROWS * TILE_ROWS
+            begin, end = _share(ops[i, ROWS], t, threads)
             linear_rows(ops[i], x, out, first, begin, end, scratch[t])
-            first += rows
+            first += ops[i, ROWS]
 
 
 @njit(**PARALLEL)
@@ -136,8 +142,7 @@ def linear_of_experts(op, weight_stride, scale_stride, groups, x, out, scratch):
     threads = scratch.shape[0]
     for t in prange(threads):
         mine = op.copy()
-        begin = op[ROWS] * t // threads // TILE_ROWS * TILE_ROWS
-        end = op[ROWS] if t == threads - 1 else op[ROWS] * (t + 1) // threads // TILE_ROWS * TILE_ROWS
+        begin, end = _share(op[ROWS], t, threads)
         for i in range(groups.shape[0]):
             mine[WEIGHT] = op[WEIGHT] + groups[i, 0] * weight_stride
             mine[SCALE] = op[SCALE] + groups[i, 0] * scale_stride
@@ -149,6 +154,3 @@ def linear_oracle(weights: list[Any], biases: list[Any], x: Any) -> Any:
     """The definition: `weights` are float32 (dequantized) `[N, K]`, `biases` `[N]` or None."""
     parts = [x @ w.T + (0 if b is None else b) for w, b in zip(weights, biases, strict=True)]
     return np.concatenate(parts, axis=1)
-
-
-assert LANES == 16

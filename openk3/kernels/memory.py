@@ -8,20 +8,20 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 
-@intrinsic
-def _pointer_f32(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+def _make_pointer(element: Any) -> Any:
+    """An intrinsic that turns an address into a pointer to `element`, a Numba type."""
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    @intrinsic
+    def pointer(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), codegen
+
+    return pointer
 
 
-@intrinsic
-def _pointer_i8(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int8)(types.int64), codegen
+_pointer_f32, _pointer_i8 = _make_pointer(types.float32), _make_pointer(types.int8)
 
 
 @njit(inline="always")
