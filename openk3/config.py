@@ -2,34 +2,41 @@
 
 One config class is a superset: a Llama, Qwen2/3, Qwen3-MoE, Mixtral, Mistral or Gemma3 checkpoint is a corner case of
 it (`openk3.weights.families` holds the mapping), and OpenK3's own models use the rest. Field names are those of
-Hugging Face wherever a name exists there.
+Hugging Face wherever a name exists there. The class is plain Python, so that generating on a CPU waits for neither
+PyTorch nor Transformers; `openk3.model.K3Config` is the same configuration as Transformers knows it.
 
 OpenK3's own models differ in one number, `depth` (the number of layers): `dial(depth)` derives width, heads, experts
 and windows from it, so that a laptop-sized model and the 3-trillion-parameter one are the same design at two settings.
 """
 
-# Not `from __future__ import annotations`: `strict` checks values against types, not against their names.
+# Not `from __future__ import annotations`: values are checked against types, not against their names.
 import math
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
-from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Each kind of rotary positions with the numbers that it needs beside `rope_theta`.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@strict
-class K3Config(PreTrainedConfig):
-    """Configuration of `K3ForCausalLM`.
+@dataclass(kw_only=True)
+class ModelConfig:
+    """What a model is. A field that is left out, empty or 0 where that means nothing has the default given here.
 
     Attention:
+        head_dim: Default: `hidden_size / num_attention_heads`.
         layer_types: per layer, `"full_attention"` or `"sliding_attention"`. Default: every layer full.
         layer_windows: per layer, the number of positions a token sees (itself included) in a sliding layer, `None` in
             a full layer. Default: `sliding_window` in every sliding layer.
         rope_parameters: per layer type, the rotary parameters (`rope_type` one of default, linear, llama3, yarn;
             `rope_theta`; and what the type needs), or `None` for layers without positions. One flat dictionary stands
-            for both types.
+            for both types. Default: a theta of 10,000.
         query_pre_attn_scalar: attention scores are divided by its square root. Default: `head_dim`.
 
     Feed-forward:
@@ -41,19 +48,8 @@ class K3Config(PreTrainedConfig):
             only, not for the weights (DeepSeek-V3, arXiv:2412.19437).
 
     Raises:
-        ValueError: a field contradicts another; the message names both.
+        ValueError: a value of another type, or a field that contradicts another; the message names both.
     """
-
-    model_type = "openk3"
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
 
     vocab_size: int = 32768
     hidden_size: int = 576
@@ -61,7 +57,7 @@ class K3Config(PreTrainedConfig):
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     num_key_value_heads: int = 1
-    head_dim: int | None = None
+    head_dim: int = 0
     hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     max_position_embeddings: int = 8192
     rms_norm_eps: float = 1e-6
@@ -76,12 +72,12 @@ class K3Config(PreTrainedConfig):
     use_qk_norm: bool = False
     use_sandwich_norm: bool = False
     query_pre_attn_scalar: float | int | None = None
-    layer_types: list[str] | None = None
+    layer_types: list[str] = field(default_factory=list)
     sliding_window: int | None = None
-    layer_windows: list[int | None] | None = None
-    rope_parameters: dict[str, Any] | None = None
+    layer_windows: list[int | None] = field(default_factory=list)
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
 
-    mlp_layer_types: list[str] | None = None
+    mlp_layer_types: list[str] = field(default_factory=list)
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -95,41 +91,35 @@ class K3Config(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self) -> None:
+        for one in fields(ModelConfig):
+            value = getattr(self, one.name)
+            _require(_is_a(value, one.type), f"{one.name} is {value!r}: it must be {_words(one.type)}")
+            if one.type is float:
+                setattr(self, one.name, float(value))
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be at least 1")
         layers = self.num_hidden_layers
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.layer_types is None:
-            self.layer_types = [FULL] * layers
-        if self.layer_windows is None:
-            self.layer_windows = [self.sliding_window if kind == SLIDING else None for kind in self.layer_types]
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.layer_types = self.layer_types or [FULL] * layers
+        windows = [self.sliding_window if kind == SLIDING else None for kind in self.layer_types]
+        self.layer_windows = self.layer_windows or windows
         # Transformers' caches size every sliding layer by this one number, so it is the widest of them.
         self.sliding_window = max((w for w in self.layer_windows if w is not None), default=None)
         self.rope_parameters = _per_layer_type(self.rope_parameters)
-        if self.mlp_layer_types is None:
-            self.mlp_layer_types = ["sparse" if self.num_experts else "dense"] * layers
+        self.mlp_layer_types = self.mlp_layer_types or ["sparse" if self.num_experts else "dense"] * layers
         self._check()
-        super().__post_init__(**kwargs)
-
-    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Transformers' hook for old rotary fields: `__post_init__` has made ours canonical already."""
-        return kwargs
 
     @property
     def attention_scaling(self) -> float:
         """What query-key products are multiplied by."""
-        assert self.head_dim is not None
         return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def _check(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}: it must be at least 1")
         for name in ("rms_norm_eps", "embedding_multiplier", "routed_scaling_factor"):
             value = getattr(self, name)
             _require(0 < value < math.inf, f"{name} is {value}: it must be a finite number above 0")
         _require(self.n_shared_experts >= 0, f"n_shared_experts is {self.n_shared_experts}: it must be at least 0")
-        assert self.layer_types is not None and self.layer_windows is not None and self.mlp_layer_types is not None
-        assert self.head_dim is not None and self.rope_parameters is not None
         kv = self.num_key_value_heads
         _require(
             kv > 0 and self.num_attention_heads % kv == 0,
@@ -154,14 +144,16 @@ class K3Config(PreTrainedConfig):
         for kind, rope in self.rope_parameters.items():
             if rope is not None:
                 _require(
-                    rope.get("rope_type") in ROPE_TYPES,
-                    f"rope_parameters[{kind!r}].rope_type is {rope.get('rope_type')!r}: supported are {ROPE_TYPES}",
+                    rope["rope_type"] in tuple(ROPE_TYPES),
+                    f"rope_parameters[{kind!r}].rope_type is {rope['rope_type']!r}: supported are "
+                    f"{', '.join(ROPE_TYPES)}",
                 )
-                theta = rope.get("rope_theta")
-                _require(
-                    isinstance(theta, int | float) and 0 < theta < math.inf,
-                    f"rope_parameters[{kind!r}].rope_theta is {theta!r}: it must be a number above 0",
-                )
+                for name in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
+                    value = rope.get(name)
+                    _require(
+                        _is_a(value, float) and 0 < value < math.inf,
+                        f"rope_parameters[{kind!r}].{name} is {value!r}: it must be a number above 0",
+                    )
         for i, kind in enumerate(self.mlp_layer_types):
             _require(kind in ("dense", "sparse"), f"mlp_layer_types[{i}] is {kind!r}: use 'dense' or 'sparse'")
         if "sparse" in self.mlp_layer_types:
@@ -181,10 +173,29 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _per_layer_type(rope: dict[str, Any] | None) -> dict[str, Any]:
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value has the type of a field. An integer is a float too; a truth value is neither."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return any(_is_a(value, one) for one in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(one, arguments[0]) for one in value)
+    if origin in (int, float):
+        return isinstance(value, int if origin is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, origin)
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return kind.__name__ if isinstance(kind, type) and get_origin(kind) is None else str(kind)
+
+
+def _per_layer_type(rope: dict[str, Any]) -> dict[str, Any]:
     """One entry per layer type, each with an explicit `rope_type`."""
-    if rope is None:
-        rope = {"rope_theta": 10000.0}
+    rope = rope or {"rope_theta": 10000.0}
     if FULL not in rope and SLIDING not in rope:
         rope = {FULL: rope, SLIDING: rope}
     return {
@@ -192,7 +203,7 @@ def _per_layer_type(rope: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def dial(depth: int, **overrides: Any) -> K3Config:
+def dial(depth: int, **overrides: Any) -> ModelConfig:
     """OpenK3's own design at `depth` layers; `overrides` replace single fields.
 
     Width is 96 x depth, experts are many and fine (16 x depth of a sixth of the width each, about one in 50 to 85
@@ -210,7 +221,7 @@ def dial(depth: int, **overrides: Any) -> K3Config:
     context = overrides.get("max_position_embeddings", 8192)
     widest = min(8192, max(256, context // 8))
     full = [(i + 1) % 4 == 0 or i == depth - 1 for i in range(depth)]
-    fields: dict[str, Any] = {
+    design: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": _multiple_of_64(hidden * 8 / 3),
         "num_hidden_layers": depth,
@@ -228,7 +239,7 @@ def dial(depth: int, **overrides: Any) -> K3Config:
         "n_shared_experts": 1,
         "use_expert_bias": True,
     }
-    return K3Config(**(fields | overrides))
+    return ModelConfig(**(design | overrides))
 
 
 def _multiple_of_64(x: float) -> int:
@@ -243,7 +254,7 @@ def _window(widest: int, layer: int, depth: int) -> int:
 PRESETS = ("debug", "nano", "mini", "pro-256k", "pro-1m")
 
 
-def preset(name: str) -> K3Config:
+def preset(name: str) -> ModelConfig:
     """The named preset.
 
     `debug` is for tests, `nano` trains on a laptop, `mini` runs on one, `pro-256k` and `pro-1m` (about 3 trillion

@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 import openk3
+from openk3.engine.threads import default_threads, usable_cores
 
 MIN_PYTHON = (3, 11)
 
@@ -52,6 +53,7 @@ def diagnose() -> list[Check]:
         check_ram(_read("/proc/meminfo"), _read("/sys/fs/cgroup/memory.max")),
         *check_cache(),
         *check_packages(_requirements(), _pins()),
+        check_kernels(cores, os.environ),
         check_torch(cores, os.environ),
         check_reproducibility(os.environ),
         check_browser(),
@@ -89,15 +91,6 @@ def check_python(version: tuple[int, ...]) -> Check:
         return Check("python", "ok", found)
     wanted = ".".join(map(str, MIN_PYTHON))
     return Check("python", "missing", f"{found}; OpenK3 needs {wanted} or newer", f"python{wanted} -m venv .venv")
-
-
-def usable_cores(quota: str | None = None) -> int:
-    """CPU cores that this process may use: its affinity, and a container's quota (`cpu.max` of its control group)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit, _, period = (quota if quota is not None else _read("/sys/fs/cgroup/cpu.max")).partition(" ")
-    if limit.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, int(limit) // int(period)))
-    return cores
 
 
 def check_cores(cores: int) -> Check:
@@ -187,6 +180,29 @@ def check_packages(requirements: Iterable[Requirement], pins: Mapping[str, str])
         else:
             fine += 1
     yield Check("other packages", "ok", f"{fine} required packages are installed in versions that fit")
+
+
+def check_kernels(cores: int, environ: Mapping[str, str]) -> Check:
+    """The compiled kernels, which run models on a CPU: their kind, their threads, and whether they are compiled yet."""
+    try:
+        from openk3.engine.compiled import are_kernels_compiled
+        from openk3.kernels import describe
+        from openk3.weights.registry import default_model
+    except Exception as error:  # a broken installation can fail in any way
+        reinstall = f"{sys.executable} -m pip install --force-reinstall numba"
+        return Check("kernels", "missing", f"they cannot be imported, only PyTorch can run models: {error}", reinstall)
+    threads = default_threads(environ)
+    asked = environ.get("OMP_NUM_THREADS")
+    found = f"{describe()}, {threads} threads" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
+    found = found.replace(" 1 threads", " 1 thread")
+    if threads > cores:  # threads spin while they wait for each other: too many cost a multiple, not a fraction
+        return Check("kernels", "warning", f"{found} on {cores} cores is slow", f"export OMP_NUM_THREADS={cores}")
+    if not are_kernels_compiled():
+        found += ", not compiled yet: the first answer waits for that, up to a minute"
+        return Check("kernels", "warning", found, f"k3 pull {default_model().alias}")
+    if threads < cores:
+        return Check("kernels", "warning", f"{found} of {cores} cores are used", "unset OMP_NUM_THREADS")
+    return Check("kernels", "ok", f"{found}, compiled; other devices and odd widths run in PyTorch")
 
 
 def check_torch(cores: int, environ: Mapping[str, str]) -> Check:

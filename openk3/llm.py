@@ -26,11 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-import torch
-
 from openk3.chat.messages import check_text, validate_messages, validate_tools
 from openk3.chat.tokenizer import Tokenizer
-from openk3.config import K3Config
+from openk3.config import ModelConfig
 from openk3.engine.config import EngineConfig
 from openk3.engine.engine import Engine, EngineStats
 from openk3.engine.handle import Handle
@@ -38,7 +36,8 @@ from openk3.engine.loop import EngineLoop
 from openk3.engine.request import SamplingParams
 from openk3.prefix import PrefixCache, chat_prefix_ids
 from openk3.responses import AsyncStream, Response, Stream, response_of
-from openk3.weights import load_config, load_model, resolve
+from openk3.weights import resolve
+from openk3.weights.loaded import load_weights
 
 DEFAULT_MODEL = "smollm2-135m"
 _MAX_THREADS = 1024  # OpenMP crashes the process when the system refuses it a thread
@@ -58,24 +57,23 @@ def load(
 
     Args:
         name_or_path: a known name (`k3 models` lists them), a checkpoint directory, a .gguf file, or a Hugging Face id.
-        num_threads: CPU threads for the arithmetic; None leaves PyTorch's setting (one per core).
+        num_threads: CPU threads for the arithmetic; None takes one per core.
         engine: cache size and batch limits.
         progress: show download progress on stderr.
 
     Raises:
         ValueError: no such model, or a checkpoint that cannot be used; one sentence says why.
     """
-    if num_threads is not None:
-        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or not 1 <= num_threads <= _MAX_THREADS:
-            raise ValueError(f"num_threads: {num_threads!r} is not a number of threads from 1 to {_MAX_THREADS}")
-        torch.set_num_threads(num_threads)
+    threads = 1 if num_threads is None else num_threads
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
+        raise ValueError(f"num_threads: {num_threads!r} is not a number of threads from 1 to {_MAX_THREADS}")
     if engine is not None and not isinstance(engine, EngineConfig):
         raise ValueError(f"engine: expected an EngineConfig, got {type(engine).__name__}")
     directory = resolve(str(name_or_path), progress=progress)
     tokenizer = Tokenizer.from_directory(directory)
-    model = load_model(directory)
-    loop = EngineLoop(Engine(model, tokenizer, engine or EngineConfig()))
-    return LLM(str(name_or_path), load_config(directory), tokenizer, directory, loop)
+    model = load_weights(directory)
+    loop = EngineLoop(Engine(model, tokenizer, engine, num_threads=num_threads))
+    return LLM(str(name_or_path), model.config, tokenizer, directory, loop)
 
 
 class LLM:
@@ -94,7 +92,7 @@ class LLM:
         max_model_len: the longest prompt plus answer, in tokens.
     """
 
-    def __init__(self, name: str, config: K3Config, tokenizer: Tokenizer, model_dir: Path, loop: EngineLoop) -> None:
+    def __init__(self, name: str, config: ModelConfig, tokenizer: Tokenizer, model_dir: Path, loop: EngineLoop) -> None:
         self.name = name
         self.config = config
         self.tokenizer = tokenizer

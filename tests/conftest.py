@@ -14,14 +14,14 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from openk3.config import K3Config, preset
+from openk3.config import ModelConfig, preset
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
     from openk3.model import K3ForCausalLM
 
 
-def random_model(config: K3Config, seed: int = 0) -> K3ForCausalLM:
+def random_model(config: ModelConfig, seed: int = 0) -> K3ForCausalLM:
     """A model whose random weights are large enough that its greedy tokens differ from position to position."""
     import torch
 
@@ -42,12 +42,12 @@ def random_model(config: K3Config, seed: int = 0) -> K3ForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def debug_config() -> K3Config:
+def debug_config() -> ModelConfig:
     return preset("debug")
 
 
 @pytest.fixture(scope="session")
-def debug_model(debug_config: K3Config) -> K3ForCausalLM:
+def debug_model(debug_config: ModelConfig) -> K3ForCausalLM:
     return random_model(debug_config)
 
 

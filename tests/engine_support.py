@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from conftest import random_model
-from openk3.config import FULL, SLIDING, K3Config
+from openk3.config import FULL, SLIDING, ModelConfig
 from openk3.engine import Delta, Engine, EngineConfig, SamplingParams
 from openk3.engine.handle import merge
 from openk3.engine.request import Request
 from openk3.model import K3ForCausalLM
+from openk3.weights import LoadedModel
 
 EOS = 0
 RUNNERS = ("cpu", "torch")
@@ -52,7 +53,7 @@ def small_model(*kinds: str) -> K3ForCausalLM:
     if "gemma" in kinds:
         fields |= {"use_sandwich_norm": True, "use_qk_norm": True, "hidden_act": "gelu_pytorch_tanh"}
         fields |= {"embedding_multiplier": 8.0, "num_key_value_heads": 4, "attention_bias": True}
-    return random_model(K3Config(**fields))
+    return random_model(ModelConfig(**fields))
 
 
 def random_tokens(length: int, seed: int = 0) -> list[int]:
@@ -60,7 +61,7 @@ def random_tokens(length: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(1, 256, length)]
 
 
-def small_engine(model: K3ForCausalLM | None = None, **settings: Any) -> Engine:
+def small_engine(model: LoadedModel | K3ForCausalLM | None = None, **settings: Any) -> Engine:
     """Leaves the choice of the runner to the engine, as everything above it does."""
     settings = {"page_size": 4, "num_pages": 300, "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
     return Engine(model or small_model(), ByteTokenizer(), EngineConfig(**settings))

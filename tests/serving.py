@@ -47,6 +47,12 @@ def debug_llm() -> LLM:
     directory = Path(tempfile.mkdtemp(prefix="openk3-debug-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     random_model(preset("debug")).save_pretrained(directory)
+    byte_tokenizer(directory)
+    return load(directory)
+
+
+def byte_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of one token per byte, with a chat template."""
     specials = {END: "<|end|>", START: "<|start|>"}
     vocabulary = {specials.get(byte, char): byte for char, byte in _byte_alphabet().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -56,7 +62,6 @@ def debug_llm() -> LLM:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return load(directory)
 
 
 def debug_app(**options: Any) -> FastAPI:

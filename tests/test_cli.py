@@ -24,7 +24,7 @@ from openk3.weights import default_model
 if TYPE_CHECKING:
     from openk3.llm import LLM
 
-COMMANDS = ("pull", "models", "generate", "chat", "serve", "doctor")
+COMMANDS = ("pull", "models", "quantize", "generate", "chat", "serve", "doctor")
 SHORT = {"temperature": 0, "max_tokens": 6}
 
 
@@ -103,6 +103,9 @@ def test_one_default_model() -> None:
         (["chat", "-m", "smollm"], "unknown model 'smollm'"),
         (["pull", "smollm"], "unknown model 'smollm'"),
         (["pull"], "Missing argument"),
+        (["quantize", "smollm"], "unknown model 'smollm'"),
+        (["quantize", "smollm", "--format", "int3"], "Invalid value for '--format'"),
+        (["quantize", "smollm", "--format", "int8", "--group-size", "32"], "the group size belongs to the format int4"),
         (["models", "--preset", "huge"], "unknown preset 'huge': choose one of debug, nano, mini, pro-256k, pro-1m"),
         (["serve", "--port", "x"], "Invalid value for '--port' / '-p'"),
         (["serve", "--port", "99999"], "Invalid value for '--port' / '-p'"),
@@ -271,6 +274,20 @@ def test_pull_prints_the_directory(tiny: LLM) -> None:
     assert k3("pull", str(tiny.model_dir)).stdout == f"{tiny.model_dir}\n"
     answer = json.loads(k3("pull", str(tiny.model_dir), "--json").stdout)
     assert answer == {"name": str(tiny.model_dir), "path": str(tiny.model_dir)}
+
+
+def test_quantize_makes_a_checkpoint(tiny: LLM, tmp_path: Path) -> None:
+    text, made = tmp_path / "letters.txt", tmp_path / "small"
+    text.write_text("Dear Sir or Madam, " * 50)
+    options = ("--format", "int4", "--calibration", str(text), "--output", str(made))
+    shown = k3("quantize", str(tiny.model_dir), *options)
+    assert shown.stdout.startswith(f"{made}\n") and "LARGEST ERRORS" in shown.stdout
+    assert_mistake(k3("quantize", str(tiny.model_dir), *options), f"{made} is there already: choose another --output")
+    shutil.rmtree(made)
+    answer = json.loads(k3("quantize", str(tiny.model_dir), *options, "--json").stdout)
+    assert answer["path"] == str(made) and answer["format"] == "int4"
+    assert 5 < answer["times_smaller_than_float32"] < 8
+    assert k3("generate", "-m", str(made), "-n", "3", "Hello").exit_code == 0
 
 
 # serve, doctor

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from openk3 import doctor
 from openk3.doctor import Check, diagnose, healthy, report_json, report_text
+from openk3.engine.threads import default_threads, usable_cores
 
 MEMORY = "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   {} kB\n"
 
@@ -25,6 +26,7 @@ def test_this_machine() -> None:
         "memory",
         "disk",
         "models",
+        "kernels",
         "torch threads",
         "MKL mode",
         "chromium",
@@ -144,6 +146,38 @@ def test_packages_of_a_checkout_that_is_not_installed() -> None:
     (check,) = doctor.check_packages([], {})
     assert check.status == "warning"
     assert " -m pip install --editable " in check.fix
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openk3.engine import compiled
+    from openk3.kernels import describe
+
+    monkeypatch.setattr(compiled, "are_kernels_compiled", lambda: True)
+    good = doctor.check_kernels(2, {"OMP_NUM_THREADS": "2"})
+    assert (good.status, good.found.split(";")[0]) == (
+        "ok",
+        f"{describe()}, 2 threads (OMP_NUM_THREADS=2), compiled",
+    )
+    few = doctor.check_kernels(4, {"OMP_NUM_THREADS": "1"})
+    assert (few.status, few.fix) == ("warning", "unset OMP_NUM_THREADS")
+    assert few.found == f"{describe()}, 1 thread (OMP_NUM_THREADS=1) of 4 cores are used"
+    many = doctor.check_kernels(1, {"OMP_NUM_THREADS": "3"})
+    assert (many.status, many.fix) == ("warning", "export OMP_NUM_THREADS=1")
+    monkeypatch.setattr(compiled, "are_kernels_compiled", lambda: False)
+    cold = doctor.check_kernels(2, {"OMP_NUM_THREADS": "2"})
+    assert (cold.status, cold.fix) == ("warning", "k3 pull smollm2-135m")
+    assert cold.found.endswith(", not compiled yet: the first answer waits for that, up to a minute")
+    monkeypatch.setitem(sys.modules, "openk3.engine.compiled", None)
+    broken = doctor.check_kernels(2, {})
+    assert (broken.status, broken.found.split(":")[0]) == (
+        "missing",
+        "they cannot be imported, only PyTorch can run models",
+    )
+
+
+def test_default_threads() -> None:
+    assert default_threads({"OMP_NUM_THREADS": "3"}) == 3
+    assert default_threads({}) == default_threads({"OMP_NUM_THREADS": "0"}) == usable_cores() >= 1
 
 
 def test_threads() -> None:

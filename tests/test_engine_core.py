@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from engine_support import EOS, GREEDY, ByteTokenizer, add, finish, generate, random_tokens, small_engine, small_model
-from torch import Tensor
+from numpy.typing import NDArray
 
 from openk3.engine import Delta, Engine, EngineConfig, SamplingParams, naive
 
@@ -20,11 +21,11 @@ def force(engine: Engine, *reply: int) -> None:
     """Make the model say these tokens, whatever it is asked."""
     run = engine._runner.run
 
-    def forced(chunks: Any) -> Tensor:
-        logits = run(chunks).clone()
+    def forced(chunks: Any) -> NDArray[np.float32]:
+        logits = run(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
         for chunk, row in zip(sampling, logits, strict=True):
-            row.fill_(-10)
+            row.fill(-10)
             row[reply[chunk.request.num_generated]] = 10
         return logits
 
@@ -85,6 +86,8 @@ def test_the_size_of_the_cache() -> None:
     assert small_engine(num_pages=20, max_model_len=80).max_model_len == 80
     assert small_engine(num_pages=1000).max_model_len == 1024
     assert small_engine(num_pages=None, kv_cache_bytes=10 * 2048).stats().pages_total == 10
+    halved = small_engine(num_pages=None, kv_cache_bytes=10 * 2048, kv_format="float16")
+    assert halved.stats().pages_total == 20
     # No more than all seats at full length could use.
     assert small_engine(num_pages=None, max_num_seqs=2).stats().pages_total == 2 * 1024 // 4
 
@@ -214,7 +217,7 @@ def test_a_preempted_stream_goes_on_where_it_was() -> None:
 def failing(engine: Engine, when: Callable[[Any], bool]) -> None:
     run = engine._runner.run
 
-    def maybe(chunks: Any) -> Tensor:
+    def maybe(chunks: Any) -> NDArray[np.float32]:
         if when(chunks):
             raise RuntimeError("out of luck")
         return run(chunks)
@@ -241,11 +244,11 @@ def test_broken_logits_end_only_the_request_they_belong_to() -> None:
     engine = small_engine()
     run = engine._runner.run
 
-    def broken(chunks: Any) -> Tensor:
-        logits = run(chunks).clone()
+    def broken(chunks: Any) -> NDArray[np.float32]:
+        logits = run(chunks)
         for chunk, row in zip([c for c in chunks if c.samples], logits, strict=True):
             if chunk.request.request_id == "bad" and chunk.request.num_generated == 3:
-                row[5] = torch.nan
+                row[5] = np.nan
         return logits
 
     engine._runner.run = broken  # type: ignore[method-assign]
@@ -325,6 +328,7 @@ def test_a_pinned_prefix_survives_what_evicts_others() -> None:
     assert generate(engine, [*PROMPT, 1]).cached_tokens == 20
     stats = engine.stats()
     assert (stats.pages_pinned, stats.pages_used, stats.pinned_prefixes) == (5, 5, 1)
+    assert stats.prefix_evictions > 0
     assert engine.unpin(pinned.id)
     assert not engine.unpin(pinned.id)
     assert engine.stats().pages_used == 0
@@ -392,6 +396,38 @@ def test_counters() -> None:
     assert stats.pages_free + stats.pages_cached + stats.pages_used == stats.pages_total
 
 
+# Memory of the cache
+
+
+def test_layers_with_windows_keep_only_their_window() -> None:
+    engine = small_engine(small_model("window"), num_pages=100, enable_prefix_caching=False)
+    assert engine.stats().pages_total == 200, "one for each group of layers"
+    assert engine.max_model_len == 4 * (150 - 19), "3/4 of them, of which the window and a chunk take 19 at most"
+    add(engine, random_tokens(500), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    used = []
+    finish(engine, lambda _: used.append(engine.stats().pages_used) or ())
+    assert max(used) == 130 + 3
+    assert engine.stats().preemptions == 0
+
+
+def test_a_long_conversation_goes_on_though_its_windows_were_given_back() -> None:
+    engine = small_engine(small_model("window"))
+    prompt = random_tokens(200)
+    reply = generate(engine, prompt)
+    longer = [*prompt, *reply.token_ids, 5, 6, 7]
+    found = generate(engine, longer)
+    assert found.cached_tokens == 208
+    assert found.token_ids == naive.generate(small_model("window"), ByteTokenizer(), longer, GREEDY).token_ids
+
+
+def test_what_float16_cannot_hold_becomes_its_largest() -> None:
+    model = copy.deepcopy(small_model())
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(1e6)
+    reply = generate(small_engine(model, kv_format="float16"), PROMPT)
+    assert reply.token_ids == naive.generate(model, ByteTokenizer(), PROMPT, GREEDY, half_cache=True).token_ids
+    assert reply.token_ids != naive.generate(model, ByteTokenizer(), PROMPT, GREEDY).token_ids
+
+
 # The oracle itself
 
 
@@ -399,6 +435,11 @@ def test_the_naive_loop_gives_the_same_with_and_without_a_cache() -> None:
     for kinds in ((), ("window", "nope", "moe")):
         recomputed, cached = (
             naive.generate(small_model(*kinds), ByteTokenizer(), PROMPT, GREEDY, use_cache=use_cache)
+            for use_cache in (False, True)
+        )
+        assert recomputed == cached
+        recomputed, cached = (
+            naive.generate(small_model(*kinds), ByteTokenizer(), PROMPT, GREEDY, use_cache=use_cache, half_cache=True)
             for use_cache in (False, True)
         )
         assert recomputed == cached

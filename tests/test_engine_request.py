@@ -65,6 +65,8 @@ def test_sampling_parameters_are_normalised_and_frozen() -> None:
         ({"page_size": 256}, "page_size is 256: it must be a power of two up to 128, for instance 16"),
         ({"num_pages": -1}, "num_pages is -1: it must be an integer of at least 1"),
         ({"num_pages": 2.5}, "num_pages is 2.5: it must be an integer of at least 1"),
+        ({"prefill_beside_decode": 0}, "prefill_beside_decode is 0: it must be 'auto' or an integer of at least 1"),
+        ({"prefill_beside_decode": "x"}, "prefill_beside_decode is 'x': it must be 'auto' or an integer of at least 1"),
         ({"kv_cache_bytes": 0}, "kv_cache_bytes is 0: it must be an integer of at least 1"),
         ({"max_num_seqs": True}, "max_num_seqs is True: it must be an integer of at least 1"),
         ({"max_model_len": 1}, "max_model_len is 1: a prompt and a reply need at least 2 tokens"),

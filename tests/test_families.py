@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from openk3.config import preset
+from openk3.config import FULL, SLIDING, preset
 from openk3.model import K3ForCausalLM
 from openk3.weights import CheckpointError, load_config, load_model
+from openk3.weights.families import FAMILIES, to_model_config
 
 TINY: dict[str, Any] = {
     "vocab_size": 101,
@@ -167,6 +169,52 @@ def test_old_config_spellings(tmp_path: Path) -> None:
     assert_same_logits(load_model(tmp_path), theirs)
 
 
+# Configurations as they are found: what is left out is the default of the family, and old spellings are understood.
+SPARING: list[dict[str, Any]] = [
+    {},
+    {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+    {"rope_scaling": None, "rope_theta": 10000, "attention_bias": True, "mlp_bias": True},
+    {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 3, "num_hidden_layers": 5},
+    {"sliding_window": 9, "eos_token_id": [1, 2], "bos_token_id": None, "tie_word_embeddings": True},
+    {"num_local_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [0, 2]},
+    {"sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "query_pre_attn_scalar": 100, "decoder_sparse_step": 2},
+    {"hidden_activation": "silu", "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-3, "initializer_range": 0.1},
+]
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "rms_norm_eps", "initializer_range", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [name for name in FAMILIES if name != "gemma3"])
+@pytest.mark.parametrize("given", SPARING, ids=lambda given: " ".join(given) or "nothing")
+def test_configurations_mean_what_they_mean_to_transformers(kind: str, given: dict[str, Any]) -> None:
+    theirs = transformers.AutoConfig.for_model(kind, **copy.deepcopy(given))
+    ours = to_model_config({"model_type": kind, **given}, Path("config.json"))
+    assert {name: getattr(ours, name) for name in SAME} == {name: getattr(theirs, name) for name in SAME}
+    layers = range(theirs.num_hidden_layers)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.hidden_act == getattr(theirs, "hidden_activation", theirs.to_dict().get("hidden_act"))
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or [SLIDING if window and kind != "llama" else FULL] * len(layers)
+    assert ours.layer_windows == [window if kinds[i] == SLIDING else None for i in layers]
+    assert ours.layer_types is not None and ours.rope_parameters is not None
+    for layer_type in ours.layer_types:
+        rope = theirs.rope_parameters.get(layer_type, theirs.rope_parameters)
+        assert ours.rope_parameters[layer_type] == rope
+    bias = kind == "qwen2" or ("mi" not in kind and theirs.attention_bias)  # Mistral and Mixtral have none
+    assert (ours.attention_bias, ours.mlp_bias) == (bias, kind == "llama" and theirs.mlp_bias)
+    if "moe" in kind or kind == "mixtral":
+        width = theirs.intermediate_size if kind == "mixtral" else theirs.moe_intermediate_size
+        assert (ours.num_experts, ours.num_experts_per_tok) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert (ours.moe_intermediate_size, ours.norm_topk_prob) == (width, getattr(theirs, "norm_topk_prob", True))
+    if kind == "gemma3_text":
+        assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+
+
 @pytest.mark.parametrize("layout", ["model.language_model.", "language_model.model."])
 def test_text_half_of_multimodal_gemma3(layout: str, tmp_path: Path) -> None:
     theirs = random_theirs(CASES["gemma3_text"]())
@@ -191,11 +239,7 @@ def test_own_format_round_trip(debug_model: K3ForCausalLM, tmp_path: Path) -> No
     ids = torch.arange(60)[None]
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, debug_model(ids).logits)
-    assert load_config(tmp_path).to_dict() == preset("debug").to_dict() | {
-        "dtype": "float32",
-        "architectures": ["K3ForCausalLM"],
-        "transformers_version": transformers.__version__,
-    }
+    assert load_config(tmp_path) == preset("debug")
 
 
 def test_head_that_is_not_tied_after_all(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_flipped_bytes_never_surprise(whole_file: bytes, tmp_path: Path) -> None
         try:
             file = open_gguf(tmp_path / "m.gguf")
             gguf_convert.hf_config(file)
-            gguf_convert._plan(file, gguf_convert.hf_config(file))
+            gguf_convert.targets(file, gguf_convert.hf_config(file))
             (tmp_path / "out").mkdir(exist_ok=True)
             gguf_convert.write_tokenizer(file, tmp_path / "out", 128)
         except CheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import random_model
-from openk3.config import K3Config, dial, preset
-from openk3.model import K3ForCausalLM
+from openk3.config import FULL, SLIDING, ModelConfig, dial, preset
+from openk3.model import K3Config, K3ForCausalLM
 from openk3.model.moe import run_experts_grouped, run_experts_loop
 
 
@@ -63,13 +64,8 @@ def test_sdpa_equals_the_eager_oracle(debug_model: K3ForCausalLM) -> None:
 
 def test_a_window_hides_exactly_what_is_outside() -> None:
     """One sliding layer of 8: changing a token moves its own output and the 7 after it, no others."""
-    config = preset("debug").to_dict() | {
-        "num_hidden_layers": 1,
-        "layer_types": ["sliding_attention"],
-        "layer_windows": [8],
-        "mlp_layer_types": ["dense"],
-    }
-    model = random_model(K3Config(**config))
+    one_layer = {"num_hidden_layers": 1, "layer_types": [SLIDING], "layer_windows": [8], "mlp_layer_types": ["dense"]}
+    model = random_model(replace(preset("debug"), **one_layer))
     before = tokens(1, 40)
     after = before.clone()
     after[0, 10] = (after[0, 10] + 1) % 256
@@ -80,13 +76,8 @@ def test_a_window_hides_exactly_what_is_outside() -> None:
 
 def test_layers_without_positions_see_a_set() -> None:
     """Without rotary positions and windows the last token's output ignores the order of those before it."""
-    config = preset("debug").to_dict() | {
-        "num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
-        "layer_windows": [None],
-        "mlp_layer_types": ["sparse"],
-    }
-    model = random_model(K3Config(**config))
+    one_layer = {"num_hidden_layers": 1, "layer_types": [FULL], "layer_windows": [None], "mlp_layer_types": ["sparse"]}
+    model = random_model(replace(preset("debug"), **one_layer))
     prompt = tokens(1, 20)
     shuffled = torch.cat([prompt[:, :-1].flip(1), prompt[:, -1:]], dim=1)
     with torch.no_grad():
@@ -131,7 +122,7 @@ def test_gradients_reach_every_parameter_and_a_step_lowers_the_loss() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_the_selection_bias_moves_the_choice_and_not_the_weights(debug_config: K3Config) -> None:
+def test_the_selection_bias_moves_the_choice_and_not_the_weights(debug_config: ModelConfig) -> None:
     router = random_model(debug_config).model.layers[0].mlp.gate
     x = torch.randn(20, debug_config.hidden_size)
     router.e_score_correction_bias.zero_()

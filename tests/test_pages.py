@@ -26,6 +26,7 @@ class NaivePool:
         self.references = [0] * PAGES
         self.hashes: list[bytes | None] = [None] * PAGES
         self.released_at = [0] * PAGES
+        self.evictions = 0
         self.clock = 0
 
     def cached(self) -> list[int]:
@@ -46,6 +47,7 @@ class NaivePool:
         """`pages` is what the real pool chose: check that it was allowed to, then do the same."""
         assert len(set(pages)) == count
         forgotten = max(0, count - len(self.free()))
+        self.evictions += forgotten
         oldest = sorted(self.cached(), key=lambda p: self.released_at[p])[:forgotten]
         assert set(pages) <= set(self.free()) | set(oldest)
         for page in pages:
@@ -112,6 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.held)
         assert self.pool.num_free == len(self.naive.free())
         assert self.pool.num_cached == len(self.naive.cached())
+        assert self.pool.num_evictions == self.naive.evictions
         assert self.pool.num_used == sum(count > 0 for count in self.naive.references)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
-from openk3.config import PRESETS, K3Config, dial, preset
-from openk3.model import K3ForCausalLM
+from openk3.config import PRESETS, ModelConfig, dial, preset
+from openk3.model import K3Config, K3ForCausalLM
 from openk3.model.cost import (
     active_parameters,
     flops_per_token,
@@ -17,6 +19,7 @@ from openk3.model.cost import (
     total_parameters,
 )
 from openk3.model.moe import Experts
+from openk3.parameters import parameter_shapes
 
 
 def by_hand(name: str) -> tuple[int, int, int, int]:
@@ -66,6 +69,10 @@ def test_preset_on_the_meta_device(name: str) -> None:
     total = sum(p.numel() for p in model.parameters())
     routed = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
     active = total - routed + routed * config.num_experts_per_tok // config.num_experts
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    assert parameter_shapes(config) == shapes
     print(
         f"{name}: {total:,} parameters, {active:,} active ({active / total:.1%}), "
         f"{kv_bytes_per_token(config):,.0f} KV bytes per token, {flops_per_token(config, 32):,} FLOPs per token"
@@ -119,11 +126,16 @@ def test_windows_shrink_with_depth_and_global_layers_recur() -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0: it must be a finite number above 0"),
         ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf: it must be a finite number above 0"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0: it must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "factor is None: it must be a number above 0",
+        ),
     ],
 )
 def test_contradictory_configs_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        K3Config(**fields)
+    for kind in (ModelConfig, K3Config):
+        with pytest.raises(ValueError, match=message):
+            kind(**fields)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +143,8 @@ def test_contradictory_configs_are_refused(fields: dict[str, object], message: s
     [("rms_norm_eps", "x"), ("hidden_act", "relu"), ("scoring_func", "x"), ("max_position_embeddings", "x")],
 )
 def test_values_of_the_wrong_type_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}: it must be "):
+        ModelConfig(**{field: value})
     with pytest.raises(StrictDataclassFieldValidationError, match=field):
         K3Config(**{field: value})
 
@@ -142,5 +156,8 @@ def test_unknown_preset_and_depth_are_refused() -> None:
         dial(1)
 
 
-def test_config_survives_json(debug_config: K3Config) -> None:
-    assert K3Config.from_dict(debug_config.to_dict()).to_dict() == debug_config.to_dict()
+def test_config_survives_json(debug_config: ModelConfig) -> None:
+    theirs = K3Config.of(debug_config)
+    assert K3Config.from_dict(theirs.to_dict()).to_dict() == theirs.to_dict()
+    assert {f.name: getattr(theirs, f.name) for f in fields(ModelConfig)} == asdict(debug_config)
+    assert K3Config.of(theirs) is theirs

@@ -1,4 +1,4 @@
-"""The scheduler without a model: budgets, order, priorities, preemption, and that every request ends."""
+"""The scheduler without a model: budgets, order, priorities, preemption, windows, and that every request ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openk3.engine.pages import PagePool, pages_for
+from openk3.engine.groups import GIVEN_BACK, most_pages, readable
+from openk3.engine.pacing import Pacer
+from openk3.engine.pages import PagePool
 from openk3.engine.request import Request, SamplingParams
 from openk3.engine.scheduler import Chunk, Scheduler
 
@@ -37,12 +39,16 @@ class Simulation:
     seats: int = 4
     budget: int = 16
     caching: bool = False
+    beside: int = 1000
+    windows: tuple[int | None, ...] = (None,)
     log: list[dict[str, int]] = field(default_factory=list)
     first_scheduled: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, PAGE)
-        self.scheduler = Scheduler(self.pool, self.seats, self.budget, self.caching)
+        self.scheduler = Scheduler(self.pool, self.windows, Pacer(self.beside), self.seats, self.budget, self.caching)
+        # What a model would have written: by page and slot, for which group, and everything it depends on.
+        self.memory: dict[tuple[int, int], tuple[int, list[int]]] = {}
 
     def add(self, *requests: Request) -> None:
         for r in requests:
@@ -57,21 +63,41 @@ class Simulation:
             assert chunk.count > 0
             assert chunk.start == r.num_computed
             assert chunk.samples == (chunk.start + chunk.count == len(r.tokens))
-            assert len(r.pages) * PAGE >= chunk.start + chunk.count
             assert r in self.scheduler.running
             if r.request_id not in self.first_scheduled:
                 self.first_scheduled.append(r.request_id)
+        self.write_and_read(chunks)
         for chunk in chunks:
             self.scheduler.commit(chunk)
             if chunk.samples:
                 chunk.request.tokens.append(7)
                 if chunk.request.num_generated == chunk.request.max_new_tokens:
                     self.scheduler.remove(chunk.request)
-        self.pool.check_integrity([r.pages for r in self.scheduler.running])
+        self.pool.check_integrity(self.held())
         assert self.scheduler.running == sorted(self.scheduler.running, key=lambda r: r.rank)
         assert self.scheduler.waiting == sorted(self.scheduler.waiting, key=lambda r: r.rank)
         self.log.append({chunk.request.request_id: chunk.count for chunk in chunks})
         return chunks
+
+    def write_and_read(self, chunks: list[Chunk]) -> None:
+        """What layers do with the pages of a step: write the new tokens, then read all that each of them sees."""
+        cells = [(c, group, table) for c in chunks for group, table in enumerate(c.request.pages)]
+        for chunk, group, table in cells:
+            for i in range(chunk.start, chunk.start + chunk.count):
+                assert table[i // PAGE] != GIVEN_BACK
+                self.memory[table[i // PAGE], i % PAGE] = (group, chunk.request.tokens[: i + 1])
+        for chunk, group, table in cells:
+            first = 0 if self.windows[group] is None else max(0, chunk.start - self.windows[group] + 1)
+            for i in range(first, chunk.start + chunk.count):
+                assert self.memory[table[i // PAGE], i % PAGE] == (group, chunk.request.tokens[: i + 1])
+            for shown in readable(table):
+                assert shown != GIVEN_BACK
+            if table[0] == GIVEN_BACK:
+                assert all((readable(table)[0], slot) in self.memory for slot in range(PAGE))
+
+    def held(self) -> list[list[int]]:
+        tables = [table for r in self.scheduler.running for table in r.pages]
+        return [[page for page in table if page != GIVEN_BACK] for table in tables]
 
     def run(self) -> None:
         while self.scheduler.running or self.scheduler.waiting:
@@ -89,6 +115,32 @@ def test_long_prompts_are_cut_into_chunks_and_decodes_come_first() -> None:
         {"short": 1, "long": 4},
         {"short": 1},
     ]
+
+
+def test_beside_replies_prompts_take_what_the_pacer_allows() -> None:
+    sim = Simulation(budget=16, beside=3)
+    sim.add(request("first", 5, reply=5))
+    sim.step()
+    sim.add(request("second", 4, reply=2), request("third", 10, reply=1))
+    sim.run()
+    assert sim.log == [
+        {"first": 5},
+        {"first": 1, "second": 3},
+        {"first": 1, "second": 1, "third": 3},  # a prompt's last token alone is like a reply's
+        {"first": 1, "second": 1, "third": 3},
+        {"first": 1, "third": 3},
+        {"third": 1},
+    ]
+
+
+def test_an_urgent_prompt_is_computed_before_the_rest_of_a_long_one() -> None:
+    sim = Simulation(budget=16)
+    sim.add(request("long", 60, reply=1))
+    sim.step()
+    sim.add(request("urgent", 10, reply=1, priority=1), request("usual", 10, reply=1))
+    sim.run()
+    assert sim.log[1:4] == [{"urgent": 10, "long": 6}, {"long": 16}, {"long": 16}]
+    assert sim.scheduler.num_preemptions == 0
 
 
 def test_first_come_first_served_without_overtaking() -> None:
@@ -151,6 +203,26 @@ def test_shared_prefixes_are_computed_once() -> None:
     assert (sim.scheduler.prefix_query_tokens, sim.scheduler.prefix_hit_tokens) == (62, 36)
 
 
+def test_pages_behind_the_window_are_given_back() -> None:
+    sim = Simulation(num_pages=40, budget=8, windows=(None, 6), caching=True)
+    sim.add(request("long", 50, reply=10))
+    held = []
+    while sim.scheduler.running or sim.scheduler.waiting:
+        sim.step()
+        held.append([len(pages) for pages in sim.held()])
+    assert [max(pages) for pages in zip(*held[:-1], strict=True)] == [15, 3]
+    assert sim.pool.num_cached == 28, "they stay known until their memory is needed"
+
+
+def test_a_prefix_is_found_where_every_group_has_what_it_needs() -> None:
+    sim = Simulation(num_pages=60, budget=64, windows=(None, 6, 9), caching=True)
+    sim.add(request("a", 41, reply=1))
+    sim.run()
+    sim.add(request("b", 45, reply=1))
+    sim.run()
+    assert sim.log == [{"a": 41}, {"b": 5}]
+
+
 def test_removing_a_request_frees_its_pages_wherever_it_is() -> None:
     sim = Simulation(seats=1)
     running, waiting = request("running", 20), request("waiting", 20)
@@ -177,12 +249,25 @@ arrivals = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(arrivals, st.integers(16, 40), st.integers(1, 5), st.integers(5, 40), st.booleans())
+@given(
+    arrivals,
+    st.integers(0, 24),
+    st.integers(1, 5),
+    st.integers(5, 40),
+    st.booleans(),
+    st.sampled_from([(None,), (None, 5), (3,), (None, None, 9, 1)]),
+)
 def test_every_request_ends_and_the_books_balance(
-    plan: list[tuple[Any, ...]], num_pages: int, seats: int, budget: int, caching: bool
+    plan: list[tuple[Any, ...]], spare: int, seats: int, budget: int, caching: bool, windows: tuple[int | None, ...]
 ) -> None:
-    sim = Simulation(num_pages=num_pages, seats=seats, budget=max(budget, seats), caching=caching)
-    assert pages_for(CONTEXT, PAGE) <= num_pages
+    sim = Simulation(
+        num_pages=most_pages(windows, CONTEXT, PAGE, max(budget, seats)) + spare,
+        seats=seats,
+        budget=max(budget, seats),
+        caching=caching,
+        beside=1 + budget // 4,
+        windows=windows,
+    )
     pending = sorted(enumerate(plan), key=lambda item: item[1][0])
     alive: list[tuple[Request, int | None]] = []
     everyone: list[Request] = []

@@ -12,6 +12,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import MODEL, client, debug_app, debug_llm, live, sse
 
+from openk3.engine.request import Request
+
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a page?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
 
@@ -56,6 +58,23 @@ def test_cached_tokens(openai: OpenAI) -> None:
     assert replies[0].choices[0].message == replies[1].choices[0].message
     assert replies[0].id != replies[1].id
     assert replies[0].system_fingerprint == replies[1].system_fingerprint
+
+
+def test_priorities_reach_the_engine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities = []
+    add = debug_llm().loop.engine.add
+
+    def noted(request: Request) -> None:
+        priorities.append(request.priority)
+        add(request)
+
+    monkeypatch.setattr(debug_llm().loop.engine, "add", noted)
+    body = {"model": MODEL, "max_tokens": 1}
+    for more in ({"priority": 3, "n": 2}, {}):
+        assert httpx.post(f"{url}/v1/chat/completions", json=body | {"messages": MESSAGES} | more).status_code == 200
+    for more in ({"priority": -1}, {"priority": None}):
+        assert httpx.post(f"{url}/v1/completions", json=body | {"prompt": "Hi"} | more).status_code == 200
+    assert priorities == [3, 3, 0, -1, 0]
 
 
 def test_stream_has_the_text_of_the_whole(openai: OpenAI) -> None:

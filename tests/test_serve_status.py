@@ -103,11 +103,11 @@ def test_metrics(url: str) -> None:
     assert grown('openk3_requests_finished_total{reason="length"}') == 4
     assert grown("openk3_prefix_cache_query_tokens_total") == grown('openk3_tokens_total{kind="prompt"}')
     assert grown("openk3_prefix_cache_hit_tokens_total") > 0.5 * grown("openk3_prefix_cache_query_tokens_total")
-    assert grown("openk3_preemptions_total") == 0
+    assert grown("openk3_prefix_cache_evicted_pages_total") == grown("openk3_preemptions_total") == 0
     assert grown("openk3_time_to_first_token_seconds_count") == 4
     assert grown("openk3_time_per_output_token_seconds_count") == 16
     assert after['openk3_requests{state="running"}'] == after['openk3_requests{state="waiting"}'] == 0
-    assert after['openk3_kv_pages{state="used"}'] == 0
+    assert after['openk3_kv_pages{state="used"}'] == after["openk3_kv_pages_pinned"] == 0
     assert after['openk3_kv_pages{state="cached"}'] > 0
     total = sum(after[f'openk3_kv_pages{{state="{state}"}}'] for state in ("free", "cached", "used"))
     assert total == debug_llm().stats().pages_total

@@ -44,6 +44,8 @@ def refused(raw: bytes | dict[str, Any] | list[Any], model: Any = ChatRequest) -
         ("max_tokens", 0, "integer_below_min_value", "expected a value of at least 1, but got 0 instead."),
         ("seed", 2**63, "integer_above_max_value", f"expected a value less than {2**63}, but got {2**63} instead."),
         ("seed", "7", "invalid_type", "expected an integer, but got a string instead."),
+        ("priority", "high", "invalid_type", "expected an integer, but got a string instead."),
+        ("priority", 2**31, "integer_above_max_value", f"expected a value less than {2**31}, but got {2**31} instead."),
         ("stream", "yes", "invalid_type", "expected a boolean, but got a string instead."),
         ("model", None, "invalid_type", "expected a string, but got null instead."),
         ("stop", 5, "invalid_type", "expected a string or an array of strings."),

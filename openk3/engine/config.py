@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 RunnerName = Literal["auto", "cpu", "torch"]
-WeightFormat = Literal["float32", "int8"]
+WeightFormat = Literal["auto", "float32", "int8", "int4"]
+KvFormat = Literal["auto", "float32", "float16"]
 
 KEYS_PER_PRODUCT = 128  # attention multiplies by this many keys at a time (`runner_torch`); whole pages must fill it
 
@@ -17,16 +18,26 @@ class EngineConfig:
 
     Attributes:
         page_size: tokens per page of the key/value cache; a power of two up to 128. Prefixes are shared in whole pages.
-        num_pages: pages in the cache; None takes as many as `kv_cache_bytes` pays for.
+        num_pages: pages in the cache; None takes as many as `kv_cache_bytes` pays for. Where some layers have a window
+            they hold more tokens than `page_size` each, as nothing behind a window is kept.
+        kv_format: numbers in which keys and values are held. "float16" takes half the memory of "float32", and reading
+            long contexts half the time; it holds them to three digits, up to 65504. "auto": float16 where the kernels
+            compute with integer weights, float32 where they compute with float32, and with PyTorch the model's own.
         kv_cache_bytes: memory for keys and values when `num_pages` is None. The system commits it as pages are used.
         max_num_seqs: requests that are computed at the same time; the others wait.
         max_num_batched_tokens: tokens that one step computes. Longer prompts are computed in several steps.
+        prefill_beside_decode: tokens of prompts that a step computes while replies are being generated, which wait for
+            it. "auto": as many as let a step take about twice as long as one that only generates, learned from measured
+            times; a long prompt's first token then comes about twice as late as on an idle engine (many times later
+            beside a few replies of a sparse model, whose experts small chunks cannot share). A number fixes it;
+            `max_num_batched_tokens` serves prompts as fast as possible and stalls the replies.
         enable_prefix_caching: keep the pages of finished requests for later requests that begin with the same tokens.
         runner: what computes. "cpu": the compiled kernels; "torch": PyTorch, on any device and in any dtype; "auto":
             the kernels where they can run the model (on a CPU, in float32, widths that are multiples of 16), else
             PyTorch.
-        weights: how the kernels hold the matrices: "float32" as they are, or "int8", rounded to one scale per row when
-            the engine starts, for more speed.
+        weights: how the matrices are held. "auto": as the checkpoint stores them; "int8" and "int4": rounded to that
+            when the engine starts, for more speed in less memory; "float32": a quantized checkpoint is dequantized.
+            PyTorch computes with the same numbers, dequantized.
         max_model_len: longest request, prompt and reply together, in tokens. None: as long as the model allows and
             three quarters of the cache hold, so that a quarter is left for pinned prefixes.
 
@@ -36,13 +47,15 @@ class EngineConfig:
 
     page_size: int = 16
     num_pages: int | None = None
+    kv_format: KvFormat = "auto"
     kv_cache_bytes: int = 2 * 1024**3
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    prefill_beside_decode: int | Literal["auto"] = "auto"
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
     runner: RunnerName = "auto"
-    weights: WeightFormat = "float32"
+    weights: WeightFormat = "auto"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
@@ -50,7 +63,10 @@ class EngineConfig:
         for name in ("num_pages", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name, allowed in (("runner", get_args(RunnerName)), ("weights", get_args(WeightFormat))):
+        if self.prefill_beside_decode != "auto":
+            _check_positive("prefill_beside_decode", self.prefill_beside_decode, "'auto' or ")
+        choices = {"runner": RunnerName, "weights": WeightFormat, "kv_format": KvFormat}
+        for name, allowed in ((name, get_args(choice)) for name, choice in choices.items()):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if KEYS_PER_PRODUCT % self.page_size:
@@ -66,6 +82,6 @@ class EngineConfig:
             )
 
 
-def _check_positive(name: str, value: object) -> None:
+def _check_positive(name: str, value: object, otherwise: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1")
+        raise ValueError(f"{name} is {value!r}: it must be {otherwise}an integer of at least 1")

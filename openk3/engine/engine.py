@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import uuid
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,18 @@ from numpy.typing import NDArray
 
 from openk3.engine.config import EngineConfig
 from openk3.engine.detokenizer import TextStream, TokenizerLike
-from openk3.engine.pages import PagePool, extend_page_hashes, pages_for
+from openk3.engine.groups import GIVEN_BACK, LayerGroup, layer_groups, most_pages, prefix_keys
+from openk3.engine.pacing import Pacer
+from openk3.engine.pages import PagePool, extend_page_hashes, page_bytes
 from openk3.engine.pins import PinTable
 from openk3.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from openk3.engine.runner import make_runner
-from openk3.engine.runner_torch import page_bytes
+from openk3.engine.runner import chosen_kv_format, make_runner
 from openk3.engine.sampler import fresh_seed, log_probabilities, sample_token
 from openk3.engine.scheduler import Chunk, Scheduler
+from openk3.weights.loaded import LoadedModel
 
 if TYPE_CHECKING:
+    from openk3.config import ModelConfig
     from openk3.model import K3ForCausalLM
 
 __all__ = ["Engine", "EngineConfig", "EngineStats"]
@@ -46,13 +50,15 @@ class EngineStats:
 
     Attributes:
         running, waiting: requests that hold pages, and those that do not yet or not any more.
-        pages_total, pages_free, pages_cached, pages_used: the cache; the last three add up to the first.
+        pages_total, pages_free, pages_cached, pages_used: the cache; the last three add up to the first. Where some
+            layers have a window, tokens take a page in each group of layers (`openk3.engine.groups`).
         pages_pinned: pages of `pinned_prefixes`, part of `pages_used`.
         steps: model runs.
         requests: requests accepted, prefixes to be pinned included.
         prompt_tokens: tokens of their prompts.
         generated_tokens: tokens sampled.
         prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
+        prefix_evictions: pages of the prefix cache that were forgotten because their memory was needed.
         preemptions: times a running request had to give its pages back.
         finished: requests by finish reason.
     """
@@ -71,6 +77,7 @@ class EngineStats:
     generated_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    prefix_evictions: int
     preemptions: int
     finished: Mapping[str, int]
 
@@ -84,21 +91,32 @@ class Engine:
         vocab_size: ids that may be asked for and generated.
 
     Args:
-        model: runs as it is, on its device and in its dtype; its own configuration is left alone.
+        model: a checkpoint in memory; or a PyTorch model, which runs on its device and in its dtype and is left alone.
         tokenizer: turns generated ids into text.
+        num_threads: CPU threads for the arithmetic; None takes one per usable core.
 
     Raises:
         ValueError: `max_model_len` does not fit the model or the cache, or the cache is too small for any request.
     """
 
-    def __init__(self, model: K3ForCausalLM, tokenizer: TokenizerLike, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel | K3ForCausalLM,
+        tokenizer: TokenizerLike,
+        config: EngineConfig | None = None,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
         self.config = config = config or EngineConfig()
         self.vocab_size: int = model.config.vocab_size
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
-        self._num_pages = _number_of_pages(model, config)
-        self.max_model_len = _longest_request(model, config, self._num_pages)
-        self._runner = make_runner(model, self._num_pages, config)
+        groups = layer_groups(model.config, config.max_model_len or model.config.max_position_embeddings)
+        self._windows = [group.window for group in groups]
+        self._num_pages = _number_of_pages(model, groups, config)
+        self.max_model_len = _longest_request(model.config, self._windows, config, self._num_pages)
+        self._runner = make_runner(model, groups, self._num_pages, config, num_threads)
+        self._pacer = Pacer(None if config.prefill_beside_decode == "auto" else config.prefill_beside_decode)
         self._requests: dict[str, Request] = {}
         self._steps = self._accepted = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
@@ -107,9 +125,14 @@ class Engine:
     def _start_empty(self) -> None:
         config = self.config
         self._pool = PagePool(self._num_pages, config.page_size)
-        self._pins = PinTable(self._pool, pages_for(self.max_model_len, config.page_size))
+        self._pins = PinTable(self._pool, _most_pages(self._windows, self.max_model_len, config))
         self._scheduler = Scheduler(
-            self._pool, config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching
+            self._pool,
+            self._windows,
+            self._pacer,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.enable_prefix_caching,
         )
 
     def make_request(
@@ -123,7 +146,8 @@ class Engine:
         """A request for `add`, checked. Touches no state, so any thread may call it.
 
         Args:
-            priority: requests with a larger number go first and may displace those with a smaller one.
+            priority: requests with a larger number go first and may displace those with a smaller one, for as long as
+                there are any.
 
         Raises:
             ValueError: an empty or too long prompt, or token ids outside the vocabulary.
@@ -186,7 +210,7 @@ class Engine:
             self._pins.expire(time.monotonic())
             size = self.config.page_size
             extend_page_hashes(request.page_hashes, request.tokens, size, len(request.tokens) // size)
-            self._pins.check_room(request.page_hashes)
+            self._pins.check_room(self._pin_keys(request))
         self._requests[request.request_id] = request
         self._accepted += 1
         self._prompt_tokens += len(request.prompt_ids)
@@ -223,7 +247,7 @@ class Engine:
             return []
         self._steps += 1
         try:
-            rows = iter(self._runner.run(chunks).numpy())
+            rows = iter(self._runner.run(chunks))
         except Exception as error:
             logger.exception("a model run failed and ends its %d requests", len(chunks))
             return [self._fail(chunk.request, error) for chunk in chunks]
@@ -237,6 +261,7 @@ class Engine:
                 delta = self._fail(chunk.request, error)
             if delta is not None:
                 deltas.append(delta)
+        self._pacer.observe(chunks, time.monotonic() - now)
         return deltas
 
     def _advance(self, chunk: Chunk, logits_V: NDArray[np.float32] | None) -> Delta | None:
@@ -247,7 +272,7 @@ class Engine:
             return None
         if request.pin_ttl_s is not None:
             request.pinned = self._pins.pin(
-                request.prompt_ids, request.page_hashes, request.pin_ttl_s, time.monotonic()
+                request.prompt_ids, self._pin_keys(request), request.pin_ttl_s, time.monotonic()
             )
             return self._finish(request, "stop")
         params = request.params
@@ -258,6 +283,9 @@ class Engine:
         request.last_token_at = time.monotonic()
         request.first_token_at = request.first_token_at or request.last_token_at
         return self._emit(request, token, logprobs)
+
+    def _pin_keys(self, request: Request) -> list[bytes]:
+        return prefix_keys(self._windows, request.page_hashes, self.config.page_size)
 
     def _emit(self, request: Request, token: int, logprobs: tuple[TokenLogprob, ...] | None) -> Delta:
         """The delta of a token that was just generated, the last one if the reply ends with it."""
@@ -367,6 +395,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_evictions=pool.num_evictions,
             preemptions=scheduler.num_preemptions,
             finished=dict(self._finished),
         )
@@ -377,34 +406,49 @@ class Engine:
         Raises:
             AssertionError: the books do not balance.
         """
-        self._pool.check_integrity([r.pages for r in self._scheduler.running] + self._pins.held_pages)
+        tables = [table for request in self._scheduler.running for table in request.pages]
+        held = [[page for page in table if page != GIVEN_BACK] for table in tables]
+        self._pool.check_integrity(held + self._pins.held_pages)
         assert all(not r.pages for r in self._scheduler.waiting)
         assert len(self._scheduler.running) + len(self._scheduler.waiting) == len(self._requests)
 
 
-def _number_of_pages(model: K3ForCausalLM, config: EngineConfig) -> int:
+def _number_of_pages(model: LoadedModel | K3ForCausalLM, groups: Sequence[LayerGroup], config: EngineConfig) -> int:
+    """Pages in the pool. Each is one group's, so tokens in all layers take one for each group."""
     if config.num_pages is not None:
-        return config.num_pages
-    size = page_bytes(model.config, config.page_size, model.dtype)
-    if config.kv_cache_bytes < size:
-        raise ValueError(f"kv_cache_bytes is {config.kv_cache_bytes}: one page of this model takes {size}")
+        return config.num_pages * len(groups)
+    size = page_bytes(model.config, len(groups[0].layers), config.page_size, chosen_kv_format(model, config))
+    if config.kv_cache_bytes < size * len(groups):
+        raise ValueError(
+            f"kv_cache_bytes is {config.kv_cache_bytes}: one page of this model takes {size * len(groups)}"
+        )
     # More than every seat at full length could never be used at once.
-    most = config.max_num_seqs * pages_for(model.config.max_position_embeddings, config.page_size)
+    windows = [group.window for group in groups]
+    most = config.max_num_seqs * _most_pages(windows, model.config.max_position_embeddings, config)
     return min(config.kv_cache_bytes // size, most)
 
 
-def _longest_request(model: K3ForCausalLM, config: EngineConfig, num_pages: int) -> int:
-    positions, capacity = model.config.max_position_embeddings, num_pages * config.page_size
-    wanted = config.max_model_len
+def _most_pages(windows: Sequence[int | None], num_tokens: int, config: EngineConfig) -> int:
+    return most_pages(windows, num_tokens, config.page_size, config.max_num_batched_tokens)
+
+
+def _longest_request(model: ModelConfig, windows: Sequence[int | None], config: EngineConfig, num_pages: int) -> int:
+    positions, wanted = model.max_position_embeddings, config.max_model_len
     if wanted is not None and wanted > positions:
         raise ValueError(f"max_model_len is {wanted}: the model has {positions} positions")
-    if wanted is not None and wanted > capacity:
+    if wanted is not None and _most_pages(windows, wanted, config) > num_pages:
+        capacity = _longest_in(num_pages, windows, wanted, config)
         raise ValueError(
             f"max_model_len is {wanted}: the cache holds {capacity} tokens, raise kv_cache_bytes (or num_pages)"
         )
-    longest = min(positions, num_pages * 3 // 4 * config.page_size) if wanted is None else wanted
+    longest = _longest_in(num_pages * 3 // 4, windows, positions, config) if wanted is None else wanted
     if longest < 2:
         raise ValueError(
             f"the cache has {num_pages} pages: a prompt and a reply need more, raise kv_cache_bytes (or num_pages)"
         )
     return longest
+
+
+def _longest_in(num_pages: int, windows: Sequence[int | None], positions: int, config: EngineConfig) -> int:
+    """Tokens of the longest request that so many pages hold, up to `positions`."""
+    return bisect_right(range(1, positions + 1), num_pages, key=lambda tokens: _most_pages(windows, tokens, config))

@@ -64,7 +64,8 @@ class EngineLoop:
 
         Args:
             prompt_ids: token ids of the whole prompt.
-            priority: requests with a larger number go first and may displace those with a smaller one.
+            priority: requests with a larger number go first and may displace those with a smaller one, for as long as
+                there are any.
             request_id: must be unique among the requests in the engine; None makes one up.
 
         Raises:

@@ -31,16 +31,24 @@ def generate(
     *,
     max_model_len: int | None = None,
     use_cache: bool = False,
+    half_cache: bool = False,
 ) -> Delta:
-    """The reply to one prompt as a single delta: what `Handle.result` would give, without timings."""
+    """The reply to one prompt as a single delta: what `Handle.result` would give, without timings.
+
+    Args:
+        half_cache: round keys and values to float16, as an engine with `kv_format="float16"` does.
+    """
     context = model.config.max_position_embeddings if max_model_len is None else max_model_len
     limit = min(params.max_tokens or context, context - len(prompt_ids))
     seed = fresh_seed() if params.seed is None else params.seed
-    cache = DynamicCache(config=model.config) if use_cache else None
+    kind = _HalfCache if half_cache else DynamicCache
+    cache = kind(config=model.config) if use_cache or half_cache else None
     tokens, reply, logprobs = list(prompt_ids), [], []
     text, reason, match = "", None, None
     while reason is None:
         logits_V = _next_logits(model, tokens, cache).numpy()
+        if not use_cache and half_cache:
+            cache = _HalfCache(config=model.config)  # the whole sequence is computed again
         token = sample_token(logits_V, params, seed, tokens, len(prompt_ids))
         tokens.append(token)
         reply.append(token)
@@ -57,6 +65,18 @@ def generate(
         prompt_tokens=len(prompt_ids),
         completion_tokens=len(reply),
     )
+
+
+class _HalfCache(DynamicCache):
+    """Holds what float16 keeps of keys and values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(_halved(key_states), _halved(value_states), *args, **kwargs)
+
+
+def _halved(x: Tensor) -> Tensor:
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest).half().to(x.dtype)
 
 
 def _next_logits(model: K3ForCausalLM, tokens: list[int], cache: DynamicCache | None) -> Tensor:

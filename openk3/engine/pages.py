@@ -16,6 +16,18 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openk3.config import ModelConfig
+
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def page_bytes(config: ModelConfig, layers: int, page_size: int, kv_format: str) -> int:
+    """Memory of one page of so many layers, keys and values, in a dtype given by name."""
+    return 2 * layers * config.num_key_value_heads * page_size * config.head_dim * _BYTES[kv_format]
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -37,11 +49,15 @@ class PagePool:
 
     Holders own references, not pages: `allocate` and `acquire` add one to each page, `release` takes it back. A holder
     may write to a page only between `allocate` and `register`.
+
+    Attributes:
+        num_evictions: times a cached page was forgotten because its memory was needed.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_evictions = 0
         self._references = [0] * num_pages
         # Taken from the end, so that warm pages are used again before untouched memory is.
         self._free = list(range(num_pages - 1, -1, -1))
@@ -65,6 +81,10 @@ class PagePool:
     def num_available(self) -> int:
         """Pages that `allocate` could hand out: free ones, and cached ones by forgetting them."""
         return len(self._free) + len(self._cached)
+
+    def find(self, page_hash: bytes) -> int | None:
+        """The page known by a hash. It is not held until `acquire`."""
+        return self._page_of.get(page_hash)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """The pages of the longest known prefix of `hashes`. They are not held until `acquire`."""
@@ -95,6 +115,7 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._cached.popitem(last=False)
+                self.num_evictions += 1
                 del self._page_of[self._hash_of.pop(page)]
             self._references[page] = 1
             pages.append(page)

@@ -61,13 +61,13 @@ class PinTable:
         """Monotonic time of the next expiry."""
         return min((deadline for _, deadline in self._pins.values()), default=None)
 
-    def check_room(self, page_hashes: Sequence[bytes]) -> None:
+    def check_room(self, page_keys: Sequence[bytes]) -> None:
         """Whether the prefix with these pages may be pinned now.
 
         Raises:
             ValueError: it would leave too little for requests.
         """
-        new = len(page_hashes) - sum(page in self._holders for page in self._pool.match(page_hashes))
+        new = sum(self._pool.find(key) not in self._holders for key in page_keys)
         left = self._pool.num_pages - self.num_pages - new
         if left < self._reserved_pages:
             size = self._pool.page_size
@@ -77,16 +77,19 @@ class PinTable:
                 f"another prefix, raise kv_cache_bytes (or num_pages), or lower max_model_len"
             )
 
-    def pin(self, token_ids: Sequence[int], page_hashes: Sequence[bytes], ttl_s: float, now: float) -> PinnedPrefix:
+    def pin(self, token_ids: Sequence[int], page_keys: Sequence[bytes], ttl_s: float, now: float) -> PinnedPrefix:
         """Hold the pages of a prefix that has just been computed, for `ttl_s` seconds from `now` (monotonic).
+
+        Args:
+            page_keys: of all pages that a request that begins with the prefix needs.
 
         Raises:
             ValueError: it would leave too little for requests.
         """
-        self.check_room(page_hashes)
-        # By hash, not by the request's own pages: an equal page that was there before is the one later requests find.
-        pages = self._pool.match(page_hashes)
-        assert len(pages) == len(page_hashes)
+        self.check_room(page_keys)
+        # By key, not by the request's own pages: an equal page that was there before is the one later requests find.
+        pages = self._pool.match(page_keys)
+        assert len(pages) == len(page_keys)
         self._pool.acquire(pages)
         self._holders.update(pages)
         pin_id = f"pin-{uuid.uuid4().hex}"
@@ -95,7 +98,7 @@ class PinTable:
             id=pin_id,
             token_ids=tuple(token_ids),
             num_tokens=len(token_ids),
-            num_cached_tokens=len(pages) * self._pool.page_size,
+            num_cached_tokens=len(token_ids) // self._pool.page_size * self._pool.page_size,
             expires_at=time.time() + ttl_s,
         )
 

@@ -194,8 +194,9 @@ class Request:
         pin_ttl_s: not None in a request that computes a prefix to be pinned and generates nothing.
         order: position in the order of arrival, set by the scheduler.
         tokens: prompt and reply.
-        num_computed: leading tokens whose keys and values are in `pages`.
-        pages: page of each `page_size` tokens, in order.
+        num_computed: leading tokens whose keys and values are in `pages`, or were and are not needed any more.
+        pages: while it runs, a block table per group of layers: the page of each `page_size` tokens, in order
+            (`openk3.engine.groups`).
         page_hashes: chained hashes of the leading full pages, as far as they were needed.
     """
 
@@ -212,7 +213,7 @@ class Request:
     order: int = -1
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     cached_tokens: int = 0
     scheduled_at: float | None = None

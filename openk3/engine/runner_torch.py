@@ -19,32 +19,28 @@ T queries of one tile, S keys in their reach, P page_size, V vocab_size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openk3.engine.config import KEYS_PER_PRODUCT
+from openk3.engine.groups import LayerGroup, readable
 from openk3.engine.pages import pages_for
 from openk3.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
-    from openk3.config import K3Config
     from openk3.model import K3ForCausalLM
 
 ATTENTION_NAME = "openk3_paged"
 MAX_SCORES = 2**24  # elements of the score matrix of one tile, which bounds the memory attention takes
+_LARGEST_HALF = torch.finfo(torch.float16).max
 MAX_QUERIES = 128  # more per tile would compute more scores that the causal mask throws away
-
-
-def page_bytes(config: K3Config, page_size: int, dtype: torch.dtype) -> int:
-    """Memory of one page over all layers, keys and values."""
-    assert config.head_dim is not None
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * page_size * config.head_dim
-    return values * dtype.itemsize
 
 
 class TorchRunner:
@@ -52,26 +48,34 @@ class TorchRunner:
 
     It works on a copy of the model's structure that shares its weights, so the caller's model stays as it was. Not
     thread-safe.
+
+    Args:
+        groups, num_pages: as `openk3.engine.runner.make_runner` takes them.
+        kv_format: dtype in which keys and values are held, by name. Numbers beyond float16 become its largest.
     """
 
-    def __init__(self, model: K3ForCausalLM, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, model: K3ForCausalLM, groups: Sequence[LayerGroup], num_pages: int, page_size: int, *, kv_format: str
+    ) -> None:
         tensors = (*model.parameters(), *model.buffers())
         self._model: K3ForCausalLM = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
         self._model.config._attn_implementation = ATTENTION_NAME
         config = self._model.config
         self._page_size = page_size
         self._kv_heads = config.num_key_value_heads
+        self._places = {layer: (group, part) for group, g in enumerate(groups) for part, layer in enumerate(g.layers)}
         # Never cleared: what a page held before is masked (keys) or overwritten with zeros (values) when it is read,
         # and untouched memory costs nothing.
-        shape = (config.num_hidden_layers, num_pages * self._kv_heads, page_size * config.head_dim)
-        self._keys, self._values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        shape = (len(groups[0].layers), num_pages * self._kv_heads, page_size * config.head_dim)
+        dtype = getattr(torch, kv_format)
+        self._keys, self._values = (torch.empty(shape, dtype=dtype, device=model.device) for _ in range(2))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
         """Compute the chunks, and the logits after the last token of each that samples.
 
         Returns:
-            `[number of sampling chunks, V]` in float32 on the CPU.
+            `[number of sampling chunks, V]`.
         """
         device = self._keys.device
         tokens = [token for c in chunks for token in c.request.tokens[c.start : c.start + c.count]]
@@ -83,9 +87,9 @@ class TorchRunner:
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             logits_to_keep=last.to(device),
-            paged=_PagedStep(self._keys, self._values, self._page_size, self._kv_heads, chunks),
+            paged=_PagedStep(self._keys, self._values, self._places, self._page_size, self._kv_heads, chunks),
         )
-        logits: Tensor = output.logits[0].float().cpu()
+        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()
         return logits
 
 
@@ -125,50 +129,71 @@ class _Reach:
 class _PagedStep:
     """Where the keys and values of one step are written and read, worked out once and used by every layer."""
 
-    def __init__(self, keys: Tensor, values: Tensor, page_size: int, kv_heads: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        places: Mapping[int, tuple[int, int]],
+        page_size: int,
+        kv_heads: int,
+        chunks: Sequence[Chunk],
+    ) -> None:
         self._keys, self._values = keys, values
+        self._places = places
         self._page_size = page_size
         self._heads_G = torch.arange(kv_heads, device=keys.device)
         self._chunks = chunks
-        self._reaches: dict[int | None, list[_Reach]] = {}
-        slots = [
-            (c.request.pages[position // page_size], position % page_size)
-            for c in chunks
-            for position in range(c.start, c.start + c.count)
-        ]
-        pages_N, offsets_N = torch.tensor(slots, device=keys.device).T
-        # A page's rows: one per key/value head, each `page_size` vectors long.
-        rows_GN = pages_N * kv_heads + self._heads_G[:, None]
-        self._slots = (rows_GN * page_size + offsets_N).flatten()
+        self._slots: dict[int, Tensor] = {}
+        self._reaches: dict[tuple[int, int | None], list[_Reach]] = {}
+
+    def slots(self, group: int) -> Tensor:
+        """Where the step's vectors go within the part of any layer of a group, key/value head after head."""
+        if group not in self._slots:
+            size = self._page_size
+            slots = [
+                (c.request.pages[group][position // size], position % size)
+                for c in self._chunks
+                for position in range(c.start, c.start + c.count)
+            ]
+            pages_N, offsets_N = torch.tensor(slots, device=self._keys.device).T
+            # A page's rows: one per key/value head, each `page_size` vectors long.
+            rows_GN = pages_N * len(self._heads_G) + self._heads_G[:, None]
+            self._slots[group] = (rows_GN * size + offsets_N).flatten()
+        return self._slots[group]
 
     def write(self, layer: int, key_GNK: Tensor, value_GNK: Tensor) -> None:
         """Put the step's keys and values where their requests' block tables say."""
+        group, part = self._places[layer]
         size = key_GNK.shape[-1]
-        self._keys[layer].view(-1, size).index_copy_(0, self._slots, key_GNK.reshape(-1, size))
-        self._values[layer].view(-1, size).index_copy_(0, self._slots, value_GNK.reshape(-1, size))
+        for pages, heads_GNK in ((self._keys, key_GNK), (self._values, value_GNK)):
+            rows_NK = heads_GNK.reshape(-1, size)
+            if pages.dtype == torch.float16:
+                rows_NK = rows_NK.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+            pages[part].view(-1, size).index_copy_(0, self.slots(group), rows_NK.to(pages.dtype))
 
-    def read(self, layer: int, reach: _Reach, head_dim: int) -> tuple[Tensor, Tensor]:
-        """`key_GSK` and `value_GSK` in order of position; values behind the last known key are zero."""
-        shape = (len(self._heads_G), -1, head_dim)
-        key_GSK = self._keys[layer].index_select(0, reach.page_rows).view(shape)
-        value_GSK = self._values[layer].index_select(0, reach.page_rows).view(shape)
+    def read(self, layer: int, reach: _Reach, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`key_GSK` and `value_GSK` in order of position, as `dtype`; values behind the last known key are zero."""
+        shape, (_, part) = (len(self._heads_G), -1, head_dim), self._places[layer]
+        key_GSK = self._keys[part].index_select(0, reach.page_rows).view(shape).to(dtype)
+        value_GSK = self._values[part].index_select(0, reach.page_rows).view(shape).to(dtype)
         value_GSK[:, reach.num_keys :] = 0
         return key_GSK, value_GSK
 
-    def reaches(self, window: int | None, heads: int) -> list[_Reach]:
+    def reaches(self, layer: int, window: int | None, heads: int) -> list[_Reach]:
         """One entry per chunk."""
-        if window not in self._reaches:
+        group, _ = self._places[layer]
+        if (group, window) not in self._reaches:
             ends = torch.tensor([c.count for c in self._chunks]).cumsum(0).tolist()
-            self._reaches[window] = [
-                self._reach(c, end - c.count, window, heads) for c, end in zip(self._chunks, ends, strict=True)
+            self._reaches[group, window] = [
+                self._reach(c, group, end - c.count, window, heads) for c, end in zip(self._chunks, ends, strict=True)
             ]
-        return self._reaches[window]
+        return self._reaches[group, window]
 
-    def _reach(self, chunk: Chunk, first_row: int, window: int | None, heads: int) -> _Reach:
+    def _reach(self, chunk: Chunk, group: int, first_row: int, window: int | None, heads: int) -> _Reach:
         device, size = self._keys.device, self._page_size
         end = chunk.start + chunk.count
         first_key, end_key = _keys_seen(chunk.start, end, window)
-        pages = chunk.request.pages[first_key // size : pages_for(end, size)]
+        pages = readable(chunk.request.pages[group][first_key // size : pages_for(end, size)])
         pages = pages + [0] * ((end_key - first_key) // size - len(pages))  # any page will do, see `num_keys`
         page_rows_GS = torch.tensor(pages, device=device) * len(self._heads_G) + self._heads_G[:, None]
         tiles = []
@@ -218,8 +243,8 @@ def paged_attention(
     H, N, K = query_HNK.shape
     paged.write(layer, key_GNK, value_1GNK[0])
     out_HNK = query_HNK.new_empty(H, N, K)
-    for reach in paged.reaches(sliding_window, H):
-        key_GSK, value_GSK = paged.read(layer, reach, K)
+    for reach in paged.reaches(layer, sliding_window, H):
+        key_GSK, value_GSK = paged.read(layer, reach, K, query_HNK.dtype)
         for tile in reach.tiles:
             keys = slice(tile.first_key - reach.first_key, tile.end_key - reach.first_key)
             attended = _attend(query_HNK[:, tile.queries], key_GSK[:, keys], value_GSK[:, keys], tile.hidden)

@@ -15,7 +15,10 @@ from pathlib import Path
 
 from numba import config
 
+from openk3.kernels.machine import describe
 from openk3.weights.store import cache_root
+
+__all__ = ["describe", "source_digest"]
 
 
 def source_digest(files: Iterable[Path]) -> str:
@@ -30,7 +33,8 @@ def _import_kernels() -> None:
     """Import every kernel while Numba's cache directory is ours; it is looked at when a function is declared."""
     here, before = Path(__file__).parent, config.CACHE_DIR
     place = here / "__pycache__" if os.access(here, os.W_OK) else cache_root() / "kernels"
-    config.CACHE_DIR = str(place / source_digest(here.glob("*.py")))
+    kind = describe().replace(" ", "-").lower()  # Numba knows the CPU, but not whether the system permits AMX
+    config.CACHE_DIR = str(place / f"{source_digest(here.glob('*.py'))}-{kind}")
     try:
         import_module("openk3.kernels.step")
     finally:

@@ -21,7 +21,7 @@ def _make_pointer(element: Any) -> Any:
     return pointer
 
 
-_pointer_f32, _pointer_i8 = _make_pointer(types.float32), _make_pointer(types.int8)
+_pointer_f32, _pointer_i64 = _make_pointer(types.float32), _make_pointer(types.int64)
 
 
 @njit(inline="always")
@@ -31,6 +31,18 @@ def f32_at(address, size):
 
 
 @njit(inline="always")
-def i8_at(address, size):
-    """`size` int8 at `address` as a one-dimensional array."""
-    return carray(_pointer_i8(address), (size,))
+def f32_rows_at(address, rows, size):
+    """`[rows, size]` float32 at `address`."""
+    return carray(_pointer_f32(address), (rows, size))
+
+
+@njit(inline="always")
+def i64_rows_at(address, rows, size):
+    """`[rows, size]` int64 at `address`."""
+    return carray(_pointer_i64(address), (rows, size))
+
+
+@njit(inline="always")
+def f32_cube_at(address, a, b, c):
+    """`[a, b, c]` float32 at `address`."""
+    return carray(_pointer_f32(address), (a, b, c))

@@ -6,17 +6,40 @@ Every function treats a row the same way whatever rows stand beside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, types
+from numba.extending import intrinsic
 
-from openk3.kernels.linear import PARALLEL, SERIAL
+from openk3.kernels.attention import HALF, HEAD_DIM, KEYS, KV_HEADS, PAGE_SIZE, VALUES, page_at
+from openk3.kernels.code import F16, store
 from openk3.kernels.memory import f32_at
-from openk3.kernels.vectors import gelu_times, silu_times
+from openk3.kernels.team import SERIAL
 
 FAST = SERIAL | {"fastmath": True}
-# Below this many rows a parallel region costs more than it saves.
-MANY_ROWS = 16
+LARGEST_HALF = np.float32(65504)
+
+
+@intrinsic
+def _store_half(typingctx: Any, value: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    """Round a float32 to float16 and store it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store(builder, builder.fptrunc(args[0], F16), args[1], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen
+
+
+@intrinsic
+def _store_float(typingctx: Any, value: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store(builder, args[0], args[1], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen
 
 
 @njit(**FAST)
@@ -29,21 +52,12 @@ def _norm(row, weight, eps, out):
         out[i] = row[i] * scale * weight[i]
 
 
-@njit(**PARALLEL)
-def _norm_parallel(x, weight, eps, out):
-    for m in prange(x.shape[0]):
-        _norm(x[m], weight, eps, out[m])
-
-
 @njit(**SERIAL)
-def rms_norm(x, weight, eps, out):
-    """RMSNorm of each row of `x` `[M, D]` into `out`, with the D weights at address `weight`."""
+def rms_norm(x, weight, eps, out, first, end):
+    """RMSNorm of rows `[first, end)` of `x` `[M, D]` into `out`, with the D weights at address `weight`."""
     weights = f32_at(weight, x.shape[1])
-    if x.shape[0] >= MANY_ROWS:
-        _norm_parallel(x, weights, eps, out)
-    else:
-        for m in range(x.shape[0]):
-            _norm(x[m], weights, eps, out[m])
+    for m in range(first, end):
+        _norm(x[m], weights, eps, out[m])
 
 
 @njit(**FAST)
@@ -55,40 +69,50 @@ def _rotate(head, cos, sin):
         head[half + i] = second * cos[i] + first * sin[i]
 
 
-@njit(**PARALLEL)
-def shape_queries_and_keys(qkv, heads, kv_heads, q_norm, k_norm, eps, cos, sin, scratch):
-    """Normalise and turn the query and key heads of each row of `qkv`, in place.
+@njit(**SERIAL)
+def _keep(numbers, address, stride, half):
+    """Store a head's numbers, `stride` elements apart."""
+    for i in range(numbers.size):
+        value = numbers[i]
+        if not half:
+            _store_float(value, address + 4 * stride * i)
+            continue
+        if value > LARGEST_HALF:
+            value = LARGEST_HALF
+        elif value < -LARGEST_HALF:
+            value = -LARGEST_HALF
+        _store_half(value, address + 2 * stride * i)
+
+
+@njit(**SERIAL)
+def shape_heads(qkv, heads, q_norm, k_norm, eps, cos, sin, layer, cache, pages, slots, first, end):
+    """Normalise and turn query and key heads in place, and write keys and values to the cache.
 
     Args:
-        qkv: `[M, (heads + 2 * kv_heads) * K]`.
+        qkv: `[M, (H + 2 G) K]`.
         q_norm, k_norm: addresses of K weights, 0 for no norm.
         cos, sin: `[M, K / 2]`, or `[0, K / 2]` in a layer without positions.
-        scratch: `[threads, ...]`, for its number of threads.
+        cache: as for `attention`; pages, slots: `[M]` int64, where each row's key and value go.
+        first, end: which of the `M * (H + 2 G)` heads to do, row after row.
     """
-    threads, half = scratch.shape[0], cos.shape[1]
-    head_dim = 2 * half
-    for t in prange(threads):
-        for m in range(qkv.shape[0] * t // threads, qkv.shape[0] * (t + 1) // threads):
-            for h in range(heads + kv_heads):
-                head = qkv[m, h * head_dim : (h + 1) * head_dim]
-                norm = q_norm if h < heads else k_norm
-                if norm != 0:
-                    _norm(head, f32_at(norm, head_dim), eps, head)
-                if cos.shape[0] > 0:
-                    _rotate(head, cos[m], sin[m])
-
-
-@njit(**PARALLEL)
-def gate(gate_up, gelu, scratch):
-    """Replace the first half of each row `[gate | up]` by act(gate) * up; F is a multiple of 16."""
-    threads, width = scratch.shape[0], gate_up.shape[1] // 2
-    for t in prange(threads):
-        for m in range(gate_up.shape[0] * t // threads, gate_up.shape[0] * (t + 1) // threads):
-            at = gate_up[m].ctypes.data
-            if gelu:
-                gelu_times(at, at + 4 * width, width)
-            else:
-                silu_times(at, at + 4 * width, width)
+    G, head_dim, page_size, half = cache[KV_HEADS], cache[HEAD_DIM], cache[PAGE_SIZE], cache[HALF] != 0
+    size = 2 if half else 4
+    number = heads + 2 * G
+    for item in range(first, end):
+        m, h = item // number, item % number
+        head = qkv[m, h * head_dim : (h + 1) * head_dim]
+        if h < heads + G:
+            norm = q_norm if h < heads else k_norm
+            if norm != 0:
+                _norm(head, f32_at(norm, head_dim), eps, head)
+            if cos.shape[0] > 0:
+                _rotate(head, cos[m], sin[m])
+        if h >= heads + G:
+            at = cache[VALUES] + page_at(cache, layer, pages[m], h - heads - G)
+            _keep(head, at + size * slots[m] * head_dim, 1, half)
+        elif h >= heads:
+            at = cache[KEYS] + page_at(cache, layer, pages[m], h - heads)
+            _keep(head, at + size * slots[m], page_size, half)
 
 
 @njit(**SERIAL)

@@ -1,9 +1,12 @@
 """One whole step of the model in compiled code: from embedded tokens to logits, over the paged cache.
 
 The model comes as tables of numbers (`openk3.engine.program` fills them in): per layer its matrices as ops, its norms
-as addresses, its kind. So one compiled function runs every family.
+as addresses, its kind. A step comes as another table, the *job*: its sizes, and the addresses of its inputs and of the
+room it works in. So one compiled function runs every family, and all threads of the team run it together; `meet` ends a
+phase.
 
-Shapes: M rows (tokens of the step), D hidden_size, H query heads, G key/value heads, K head_dim, R = K / 2, L layers.
+Shapes: M rows (tokens of the step), S rows whose logits are wanted, D hidden_size, H query heads, G key/value heads, K
+head_dim, R = K / 2, F intermediate_size, L layers, E experts, C chosen experts of a row.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from openk3.kernels.attention import attention
-from openk3.kernels.linear import COLUMNS, FORMAT, INT8, ROWS, SERIAL, linear, linear_of_experts
-from openk3.kernels.rows import choose_experts, gate, rms_norm, shape_queries_and_keys
+from openk3.kernels.attention import HEAD_DIM, KV_HEADS, PART_EXTRA, TILE_SIZE, attention, join_parts
+from openk3.kernels.linear import COLUMNS, ROWS, linear, linear_of_experts, quantize_rows
+from openk3.kernels.memory import f32_cube_at, f32_rows_at, i64_rows_at
+from openk3.kernels.rows import choose_experts, rms_norm, shape_heads
+from openk3.kernels.team import ENTRY, SERIAL, call_members, meet, wait_for_job
+from openk3.kernels.vectors import gelu_times, silu_times
 
 # A layer's matrices, in this order in the table of ops. QUERY to VALUE, GATE and UP, SHARED_GATE and SHARED_UP are
 # computed together. Of experts the first one's matrix stands for all.
@@ -24,139 +30,267 @@ NUM_OPS = 13
 # A layer's norms, as addresses; 0 where there is none.
 NORM_INPUT, NORM_POST_ATTENTION, NORM_PRE_FEEDFORWARD, NORM_POST_FEEDFORWARD, NORM_QUERY, NORM_KEY = range(6)
 NUM_NORMS = 6
-# What a layer is: its window (0 for none), which rotations it uses (-1 for none), whether it is sparse, and whether it
-# has a shared expert.
-WINDOW, ROTATION, SPARSE, SHARED = range(4)
-NUM_KINDS = 4
+# What a layer is: its window (0 for none), which rotations it uses (-1 for none), whether it is sparse, whether it has
+# a shared expert, which block tables it reads, and which part of their pages is its own.
+WINDOW, ROTATION, SPARSE, SHARED, TABLES, PAGE_PART = range(6)
+NUM_KINDS = 6
 # Integers of the whole model.
-HEADS, KV_HEADS, SANDWICH, GELU, EXPERTS_PER_TOKEN, SOFTMAX, RENORMALISE = range(7)
+HEADS, SANDWICH, GELU, EXPERTS_PER_TOKEN, SOFTMAX, RENORMALISE, QUANTIZED, FINAL_NORM = range(8)
 # Floats of the whole model.
 EPS, SCALE, ROUTED_SCALE = range(3)
+# A job: sizes, then addresses. TILES are as of `attention`; PAGES and SLOTS tell where each row's key and value go, per
+# set of block tables; LAST names the rows whose logits are wanted.
+(
+    NUM_ROWS,
+    NUM_LAST,
+    NUM_TILES,
+    NUM_TABLES,
+    TABLE_WIDTH,
+    SPLITS,
+    NUM_PARTS,
+    X,
+    COS,
+    SIN,
+    PAGES,
+    SLOTS,
+    TILES,
+    BLOCK_TABLES,
+    LAST,
+    LOGITS,
+    LOGITS_STRIDE,
+    NORMED,
+    BRANCH,
+    QKV,
+    ATTENDED,
+    WIDE,
+    INTEGERS,
+    STATS,
+    PARTS,
+    SHARED_OUT,
+    ROUTED,
+    CHOSEN,
+    CHOICE_WEIGHTS,
+    PLACES,
+    GROUPS,
+    GATHERED,
+    STARTS,
+) = range(33)
+JOB_SIZE = 33
 
 
 @njit(**SERIAL)
-def _store(qkv, first, pages, slots, heads_by_page):
-    """Write one kind of head of each row, beginning at column `first`, to its page and slot."""
-    G, K = heads_by_page.shape[1], heads_by_page.shape[3]
-    for m in range(qkv.shape[0]):
-        for g in range(G):
-            heads_by_page[pages[m], g, slots[m]] = qkv[m, first + g * K : first + (g + 1) * K]
-
-
-@njit(**SERIAL)
-def _add(x, branch):
-    for m in range(x.shape[0]):
+def _add(x, branch, first, end):
+    for m in range(first, end):
         for i in range(x.shape[1]):
             x[m, i] += branch[m, i]
 
 
 @njit(**SERIAL)
-def _experts(ops, h, routed, bias, ints, floats, scratch):
-    """The routed experts' weighted sum of each row of `h` `[M, D]`, into `routed`."""
-    M, E, C = h.shape[0], ops[ROUTER, ROWS], ints[EXPERTS_PER_TOKEN]
-    logits = np.empty((M, E), np.float32)
-    linear(ops[ROUTER : ROUTER + 1], h, logits, scratch)
-    chosen, weights = np.empty((M, C), np.int64), np.empty((M, C), np.float32)
-    softmax, renormalise = ints[SOFTMAX] != 0, ints[RENORMALISE] != 0
-    choose_experts(logits, bias, C, softmax, renormalise, np.float32(floats[ROUTED_SCALE]), chosen, weights)
-    order = np.argsort(chosen.ravel(), kind="mergesort")
-    experts = chosen.ravel()[order]
-    groups, count = np.empty((M * C, 3), np.int64), 0
-    gathered = np.empty((M * C, h.shape[1]), np.float32)
-    for i in range(M * C):
-        gathered[i] = h[order[i] // C]
-        if i == 0 or experts[i] != experts[i - 1]:
-            groups[count, 0], groups[count, 1] = experts[i], i
-            count += 1
-        groups[count - 1, 2] = i + 1
-    wide = np.empty((M * C, ops[EXPERT_GATE_UP, ROWS]), np.float32)
-    _of_experts(ops[EXPERT_GATE_UP], groups[:count], gathered, wide, scratch)
-    gate(wide, ints[GELU] != 0, scratch)
-    _of_experts(ops[EXPERT_DOWN], groups[:count], wide, gathered, scratch)
-    routed[:] = 0
-    for i in range(M * C):
-        token, weight = order[i] // C, weights.ravel()[order[i]]
-        for d in range(h.shape[1]):
-            routed[token, d] += gathered[i, d] * weight
+def _gate(wide, gelu, first, end):
+    """Replace the first half of each row `[gate | up]` by act(gate) * up; F is a multiple of 16."""
+    width = wide.shape[1] // 2
+    for m in range(first, end):
+        at = wide[m].ctypes.data
+        if gelu:
+            gelu_times(at, at + 4 * width, width)
+        else:
+            silu_times(at, at + 4 * width, width)
 
 
 @njit(**SERIAL)
-def _of_experts(op, groups, x, out, scratch):
-    element = 1 if op[FORMAT] == INT8 else 4
-    linear_of_experts(op, op[ROWS] * op[COLUMNS] * element, op[ROWS] * 4, groups, x, out, scratch)
+def _mlp(t, threads, team, ops, gate, h, out, ints, job, scratch, config):
+    """The dense network (or shared expert) whose three ops begin at `gate`, on rows that are quantized already."""
+    M, q, stats = h.shape[0], job[INTEGERS], job[STATS]
+    first, end = M * t // threads, M * (t + 1) // threads
+    wide = f32_rows_at(job[WIDE], M, 2 * ops[gate, ROWS])
+    linear(team, threads, ops[gate : gate + 2], h, q, stats, wide, scratch, config)
+    meet(team, threads)
+    _gate(wide, ints[GELU] != 0, first, end)
+    if ints[QUANTIZED]:
+        quantize_rows(wide, ops[gate, ROWS], first, end, q, stats)
+    meet(team, threads)
+    linear(team, threads, ops[gate + 2 : gate + 3], wide, q, stats, out, scratch, config)
+    meet(team, threads)
 
 
 @njit(**SERIAL)
-def _mlp(ops, first, h, out, ints, scratch):
-    """The dense network (or shared expert) whose three ops begin at `first`."""
-    wide = np.empty((h.shape[0], 2 * ops[first, ROWS]), np.float32)
-    linear(ops[first : first + 2], h, wide, scratch)
-    gate(wide, ints[GELU] != 0, scratch)
-    linear(ops[first + 2 : first + 3], wide, out, scratch)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def forward(
-    ops,
-    norms,
-    kinds,
-    biases,
-    ints,
-    floats,
-    x,
-    cos,
-    sin,
-    pages,
-    slots,
-    tiles,
-    tables,
-    keys,
-    values,
-    scratch,
-    attention_scratch,
-):
-    """Run all layers on `x` `[M, D]` in place.
+def _group_by_expert(chosen, places, groups, starts):
+    """Sort the choices `[M, C]` by expert: where each goes (`places`, `[M, C]`), and which rows each expert gets.
 
     Args:
-        ops: `[L, NUM_OPS, OP_SIZE]` int64; norms: `[L, NUM_NORMS]` int64; kinds: `[L, NUM_KINDS]` int64.
+        starts: `[E]` int64 to work in.
+        groups: `[1 + M * C, 3]`: the number of groups, then for each its expert, first row and end row.
+    """
+    M, C = chosen.shape
+    for e in range(starts.size):
+        starts[e] = 0
+    for m in range(M):
+        for c in range(C):
+            starts[chosen[m, c]] += 1
+    begin = count = 0
+    for e in range(starts.size):
+        size, starts[e] = starts[e], begin
+        begin += size
+        if size > 0:
+            count += 1
+            groups[count, 0], groups[count, 1], groups[count, 2] = e, begin - size, begin
+    for m in range(M):
+        for c in range(C):
+            places[m, c] = starts[chosen[m, c]]
+            starts[chosen[m, c]] += 1
+    groups[0, 0] = count
+
+
+@njit(**SERIAL)
+def _experts(t, threads, team, ops, h, out, bias, ints, floats, job, scratch, config):
+    """The routed experts' weighted sum of each row of `h`, into `out`."""
+    M, D, E, C = h.shape[0], h.shape[1], ops[ROUTER, ROWS], ints[EXPERTS_PER_TOKEN]
+    first, end = M * t // threads, M * (t + 1) // threads
+    q, stats = job[INTEGERS], job[STATS]
+    logits = f32_rows_at(job[ROUTED], M, E)
+    chosen, places = i64_rows_at(job[CHOSEN], M, C), i64_rows_at(job[PLACES], M, C)
+    weights, groups = f32_rows_at(job[CHOICE_WEIGHTS], M, C), i64_rows_at(job[GROUPS], 1 + M * C, 3)
+    linear(team, threads, ops[ROUTER : ROUTER + 1], h, q, stats, logits, scratch, config)
+    meet(team, threads)
+    softmax, renormalise, scale = ints[SOFTMAX] != 0, ints[RENORMALISE] != 0, np.float32(floats[ROUTED_SCALE])
+    mine = slice(first, end)
+    choose_experts(logits[mine], bias, C, softmax, renormalise, scale, chosen[mine], weights[mine])
+    meet(team, threads)
+    if t == 0:
+        _group_by_expert(chosen, places, groups, i64_rows_at(job[STARTS], 1, E)[0])
+    meet(team, threads)
+    gathered, wide = f32_rows_at(job[GATHERED], M * C, D), f32_rows_at(job[WIDE], M * C, ops[EXPERT_GATE_UP, ROWS])
+    for m in range(first, end):
+        for c in range(C):
+            place = places[m, c]
+            gathered[place] = h[m]
+            if ints[QUANTIZED]:
+                quantize_rows(gathered, D, place, place + 1, q, stats)
+    meet(team, threads)
+    groups = groups[1 : 1 + groups[0, 0]]
+    linear_of_experts(team, threads, ops[EXPERT_GATE_UP], groups, gathered, q, stats, wide, scratch, config)
+    meet(team, threads)
+    first_choice, end_choice = M * C * t // threads, M * C * (t + 1) // threads
+    _gate(wide, ints[GELU] != 0, first_choice, end_choice)
+    if ints[QUANTIZED]:
+        quantize_rows(wide, ops[EXPERT_DOWN, COLUMNS], first_choice, end_choice, q, stats)
+    meet(team, threads)
+    linear_of_experts(team, threads, ops[EXPERT_DOWN], groups, wide, q, stats, gathered, scratch, config)
+    meet(team, threads)
+    for m in range(first, end):
+        out[m] = 0
+        for c in range(C):
+            row, weight = gathered[places[m, c]], weights[m, c]
+            for i in range(D):
+                out[m, i] += row[i] * weight
+    meet(team, threads)
+
+
+@njit(**ENTRY)
+def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, cache, job, scratches, config):
+    """Run a step as thread 0 of the team, or every step from now on as another one, until it is dismissed.
+
+    One function for both: each entry into compiled code costs its own compilation of all of it.
+
+    Args:
+        t, threads: which thread of how many this is. Thread 0 returns when all are done with the step.
+        team: what the threads share (`openk3.kernels.team`).
+        ops: `[L, NUM_OPS, OP_SIZE]` int64; head: `[1, OP_SIZE]`, the language-model head.
+        norms: `[L, NUM_NORMS]` int64; kinds: `[L, NUM_KINDS]` int64.
         biases: `[L, E]` float32, the routers' selection biases; `[L, 0]` for none.
         ints, floats: numbers of the whole model.
-        cos, sin: `[rotations, M, R]`.
-        pages, slots: `[M]` int64, where each row's key and value go.
-        tiles, tables: as for `attention`.
-        keys, values: `[L, pages, G, page_size, K]` float32.
-        scratch, attention_scratch: one row per thread.
+        cache: as for `attention`.
+        job: `[JOB_SIZE]` int64.
+        scratches: `[threads, bytes]` int8, 64-byte aligned; config: of AMX.
     """
-    M, D = x.shape
-    H, G, K, R = ints[HEADS], ints[KV_HEADS], keys.shape[4], cos.shape[2]
-    h, branch = np.empty((M, D), np.float32), np.empty((M, D), np.float32)
-    qkv, attended = np.empty((M, (H + 2 * G) * K), np.float32), np.empty((M, H * K), np.float32)
-    eps = floats[EPS]
-    none = np.empty((0, R), np.float32)
-    for layer in range(ops.shape[0]):
-        op, norm, kind = ops[layer], norms[layer], kinds[layer]
-        rms_norm(x, norm[NORM_INPUT], eps, h)
-        linear(op[QUERY : VALUE + 1], h, qkv, scratch)
-        turn = kind[ROTATION]
-        layer_cos, layer_sin = (none, none) if turn < 0 else (cos[turn], sin[turn])
-        shape_queries_and_keys(qkv, H, G, norm[NORM_QUERY], norm[NORM_KEY], eps, layer_cos, layer_sin, scratch)
-        _store(qkv, H * K, pages, slots, keys[layer])
-        _store(qkv, (H + G) * K, pages, slots, values[layer])
+    number = 0
+    if t == 0 and threads > 1:
+        call_members(team)
+    while True:
+        if t > 0:
+            number = wait_for_job(team, number)
+            if number < 0:
+                return
+        M, H, G, K, D = job[NUM_ROWS], ints[HEADS], cache[KV_HEADS], cache[HEAD_DIM], ops[0, QUERY, COLUMNS]
+        x, h, branch = f32_rows_at(job[X], M, D), f32_rows_at(job[NORMED], M, D), f32_rows_at(job[BRANCH], M, D)
+        qkv, attended = f32_rows_at(job[QKV], M, (H + 2 * G) * K), f32_rows_at(job[ATTENDED], M, H * K)
+        tiles = i64_rows_at(job[TILES], job[NUM_TILES], TILE_SIZE)
+        parts = f32_cube_at(job[PARTS], job[NUM_PARTS], H, K + PART_EXTRA)
+        scratch, floats_scratch = scratches[t], scratches[t].view(np.float32)
+        q, stats, eps, quantized = job[INTEGERS], job[STATS], floats[EPS], ints[QUANTIZED] != 0
+        first, end = M * t // threads, M * (t + 1) // threads
+        heads = M * (H + 2 * G)
+        first_head, end_head = heads * t // threads, heads * (t + 1) // threads
         scale = np.float32(floats[SCALE])
-        attention(qkv, H, keys[layer], values[layer], tiles, tables, kind[WINDOW], scale, attended, attention_scratch)
-        linear(op[OUTPUT : OUTPUT + 1], attended, branch, scratch)
-        if ints[SANDWICH]:
-            rms_norm(branch, norm[NORM_POST_ATTENTION], eps, branch)
-        _add(x, branch)
-        rms_norm(x, norm[NORM_PRE_FEEDFORWARD] if ints[SANDWICH] else norm[NORM_POST_ATTENTION], eps, h)
-        if kind[SPARSE]:
-            _experts(op, h, branch, biases[layer], ints, floats, scratch)
-            if kind[SHARED]:
-                shared = np.empty((M, D), np.float32)
-                _mlp(op, SHARED_GATE, h, shared, ints, scratch)
-                _add(branch, shared)
-        else:
-            _mlp(op, GATE, h, branch, ints, scratch)
-        if ints[SANDWICH]:
-            rms_norm(branch, norm[NORM_POST_FEEDFORWARD], eps, branch)
-        _add(x, branch)
+        for layer in range(ops.shape[0]):
+            op, norm, kind = ops[layer], norms[layer], kinds[layer]
+            if layer > 0:
+                _add(x, branch, first, end)
+            rms_norm(x, norm[NORM_INPUT], eps, h, first, end)
+            if quantized:
+                quantize_rows(h, D, first, end, q, stats)
+            meet(team, threads)
+            linear(team, threads, op[QUERY : VALUE + 1], h, q, stats, qkv, scratch, config)
+            meet(team, threads)
+            turn, tables = max(kind[ROTATION], 0), kind[TABLES]
+            turned = M if kind[ROTATION] >= 0 else 0
+            cos = f32_rows_at(job[COS] + 4 * turn * M * (K // 2), turned, K // 2)
+            sin = f32_rows_at(job[SIN] + 4 * turn * M * (K // 2), turned, K // 2)
+            pages = i64_rows_at(job[PAGES] + 8 * tables * M, 1, M)[0]
+            slots = i64_rows_at(job[SLOTS], 1, M)[0]
+            shape_heads(
+                qkv, H, norm[NORM_QUERY], norm[NORM_KEY], eps, cos, sin, kind[PAGE_PART], cache, pages, slots,
+                first_head, end_head,
+            )  # fmt: skip
+            meet(team, threads)
+            size = job[NUM_TABLES] * job[TABLE_WIDTH]
+            block_tables = i64_rows_at(job[BLOCK_TABLES] + 8 * tables * size, job[NUM_TABLES], job[TABLE_WIDTH])
+            attention(
+                team, threads, qkv, H, kind[PAGE_PART], cache, tiles, block_tables, kind[WINDOW], scale, job[SPLITS],
+                attended, parts, floats_scratch,
+            )  # fmt: skip
+            meet(team, threads)
+            if job[SPLITS] > 1:
+                join_parts(team, threads, tiles, H, kind[WINDOW], K, parts, attended)
+                meet(team, threads)
+            if quantized:
+                quantize_rows(attended, H * K, first, end, q, stats)
+                meet(team, threads)
+            linear(team, threads, op[OUTPUT : OUTPUT + 1], attended, q, stats, branch, scratch, config)
+            meet(team, threads)
+            if ints[SANDWICH]:
+                rms_norm(branch, norm[NORM_POST_ATTENTION], eps, branch, first, end)
+            _add(x, branch, first, end)
+            before = norm[NORM_PRE_FEEDFORWARD] if ints[SANDWICH] else norm[NORM_POST_ATTENTION]
+            rms_norm(x, before, eps, h, first, end)
+            if quantized:
+                quantize_rows(h, D, first, end, q, stats)
+            meet(team, threads)
+            if not kind[SPARSE]:
+                _mlp(t, threads, team, op, np.int64(GATE), h, branch, ints, job, scratch, config)
+            else:
+                shared = f32_rows_at(job[SHARED_OUT], M, D)
+                if kind[SHARED]:
+                    _mlp(t, threads, team, op, np.int64(SHARED_GATE), h, shared, ints, job, scratch, config)
+                _experts(t, threads, team, op, h, branch, biases[layer], ints, floats, job, scratch, config)
+                if kind[SHARED]:
+                    _add(branch, shared, first, end)
+            if ints[SANDWICH]:
+                rms_norm(branch, norm[NORM_POST_FEEDFORWARD], eps, branch, first, end)
+        S = job[NUM_LAST]
+        last = i64_rows_at(job[LAST], 1, S)[0]
+        meet(team, threads)
+        if t == 0:
+            for s in range(S):
+                for i in range(D):
+                    h[s, i] = x[last[s], i] + branch[last[s], i]
+            rms_norm(h, ints[FINAL_NORM], eps, h, 0, S)
+            if quantized:
+                quantize_rows(h, D, 0, S, q, stats)
+        meet(team, threads)
+        if S > 0:
+            logits = f32_rows_at(job[LOGITS], S, job[LOGITS_STRIDE])
+            linear(team, threads, head, h[:S], q, stats, logits, scratch, config)
+        meet(team, threads)
+        if t == 0:
+            return

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from openk3.config import K3Config
+from openk3.model.config import K3Config
 from openk3.model.layers import RMSNorm
 from openk3.model.rotary import rotate
 
@@ -56,7 +56,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: K3Config, layer_idx: int) -> None:
         super().__init__()
-        assert config.head_dim is not None and config.layer_windows is not None
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.config = config
         self.layer_idx = layer_idx

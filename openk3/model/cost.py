@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openk3.config import K3Config
+from openk3.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,8 @@ class LayerParameters:
     routed: int
 
 
-def layer_parameters(config: K3Config, layer_idx: int) -> LayerParameters:
+def layer_parameters(config: ModelConfig, layer_idx: int) -> LayerParameters:
     """Parameters of layer `layer_idx`. `dense` is the dense feed-forward network or the shared expert."""
-    assert config.head_dim is not None and config.mlp_layer_types is not None
     D, head = config.hidden_size, config.head_dim
     query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
     attention = D * query + 2 * D * kv + query * D
@@ -41,12 +40,12 @@ def layer_parameters(config: K3Config, layer_idx: int) -> LayerParameters:
     return LayerParameters(attention, norms, shared, D * config.num_experts, routed)
 
 
-def embedding_parameters(config: K3Config) -> int:
+def embedding_parameters(config: ModelConfig) -> int:
     """The embedding, and the head where it is a matrix of its own."""
     return config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
 
 
-def total_parameters(config: K3Config) -> int:
+def total_parameters(config: ModelConfig) -> int:
     """All trainable parameters."""
     layers = [layer_parameters(config, i) for i in range(config.num_hidden_layers)]
     return (
@@ -56,7 +55,7 @@ def total_parameters(config: K3Config) -> int:
     )
 
 
-def active_parameters(config: K3Config) -> int:
+def active_parameters(config: ModelConfig) -> int:
     """Parameters one token uses: of the routed experts only the chosen; embedding and head count in full."""
     idle = sum(
         p.routed - p.routed * config.num_experts_per_tok // config.num_experts
@@ -66,26 +65,23 @@ def active_parameters(config: K3Config) -> int:
     return total_parameters(config) - idle
 
 
-def kv_bytes_per_token(config: K3Config, bytes_per_element: float = 2) -> float:
+def kv_bytes_per_token(config: ModelConfig, bytes_per_element: float = 2) -> float:
     """Bytes by which the KV cache grows with each token while every window still has room."""
-    assert config.head_dim is not None
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bytes_per_element
 
 
-def kv_bytes(config: K3Config, context: int, bytes_per_element: float = 2) -> float:
+def kv_bytes(config: ModelConfig, context: int, bytes_per_element: float = 2) -> float:
     """Bytes of the KV cache at `context` tokens when sliding layers keep only their window."""
-    assert config.head_dim is not None and config.layer_windows is not None
     kept = sum(context if window is None else min(context, window) for window in config.layer_windows)
     return 2 * kept * config.num_key_value_heads * config.head_dim * bytes_per_element
 
 
-def flops_per_token(config: K3Config, context: int) -> int:
+def flops_per_token(config: ModelConfig, context: int) -> int:
     """Floating-point operations of one forward pass for one token that sees `context` positions, itself included.
 
     Two per weight of every matrix the token passes (the embedding is a lookup and costs nothing, the head counts), and
     two products per head against each visible position. Training costs three times as much.
     """
-    assert config.head_dim is not None and config.layer_windows is not None
     matrices = active_parameters(config) - embedding_parameters(config) + config.vocab_size * config.hidden_size
     vectors = config.hidden_size + sum(layer_parameters(config, i).norms for i in range(config.num_hidden_layers))
     visible = sum(context if window is None else min(context, window) for window in config.layer_windows)

@@ -22,8 +22,9 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from openk3.config import SLIDING, K3Config
+from openk3.config import SLIDING, ModelConfig
 from openk3.model.attention import Attention
+from openk3.model.config import K3Config
 from openk3.model.layers import MLP, RMSNorm
 from openk3.model.moe import Experts, MoE, Router
 from openk3.model.rotary import rotations
@@ -38,7 +39,6 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: K3Config, layer_idx: int) -> None:
         super().__init__()
-        assert config.mlp_layer_types is not None
         self.self_attn = Attention(config, layer_idx)
         sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.mlp: nn.Module = MoE(config) if sparse else MLP(config, config.intermediate_size)
@@ -74,6 +74,9 @@ class K3PreTrainedModel(PreTrainedModel):
         "router_logits": OutputRecorder(Router, index=0),
     }
 
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(K3Config.of(config))
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -90,10 +93,10 @@ class K3PreTrainedModel(PreTrainedModel):
 class K3Model(K3PreTrainedModel):
     """The decoder without its head: token ids to normalised hidden states."""
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(self.config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -175,9 +178,9 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.model = K3Model(config)
+        self.model = K3Model(self.config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

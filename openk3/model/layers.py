@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openk3.config import K3Config
+from openk3.model.config import K3Config
 
 
 class RMSNorm(nn.Module):

@@ -44,8 +44,8 @@ class Generation:
     Args:
         llm: the model.
         prompts: token ids of each prompt.
-        body: how many choices, how they are sampled, and the seed of the first choice of each prompt: choice i has
-            ``seed + i``, without a seed all are random.
+        body: how many choices, how they are sampled, their priority, and the seed of the first choice of each prompt:
+            choice i has ``seed + i``, without a seed all are random.
         metrics: where latencies are counted.
         arrived_at: when the request arrived, by `time.perf_counter`.
     """
@@ -60,6 +60,7 @@ class Generation:
         self._per_prompt = body.choices_per_prompt
         self._sampling = body.sampling()
         self._seed = body.seed
+        self._priority = body.priority or 0
         self._metrics = metrics
         self._arrived_at = arrived_at
         self._handles: list[Handle] = []
@@ -128,7 +129,7 @@ class Generation:
         prompt, number = divmod(index, self._per_prompt)
         seed = None if self._seed is None else self._seed + number
         try:
-            handle = self._llm.submit(self.prompts[prompt], **self._sampling, seed=seed)
+            handle = self._llm.submit(self.prompts[prompt], priority=self._priority, **self._sampling, seed=seed)
         except ValueError as error:  # what only the engine can tell, such as a bias for a token beyond the vocabulary
             field = re.match(r"\w+", str(error))
             param = field.group() if field and field.group() in SamplingBody.model_fields else None

@@ -135,6 +135,6 @@ class ModelSlot:
 
 def _fingerprint(name: str, llm: LLM) -> str:
     weights = sorted((file.name, file.stat()) for file in llm.model_dir.glob("*.safetensors"))
-    parts = [__version__, version("torch"), name, llm.config.to_json_string()]
+    parts = [__version__, version("torch"), name, repr(llm.config)]
     parts += [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in weights]
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -82,6 +82,9 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily("openk3_prefix_cache_hit_tokens", "Prompt tokens found.", value=stats.prefix_hit_tokens)
     yield CounterMetricFamily(
+        "openk3_prefix_cache_evicted_pages", "Cached pages forgotten for their memory.", value=stats.prefix_evictions
+    )
+    yield CounterMetricFamily(
         "openk3_preemptions", "Requests put back to make room for others.", value=stats.preemptions
     )
 
@@ -94,3 +97,6 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for state in ("free", "cached", "used"):
         pages.add_metric((state,), getattr(stats, f"pages_{state}"))
     yield pages
+    yield GaugeMetricFamily(
+        "openk3_kv_pages_pinned", "Used pages that belong to pinned prefixes.", value=stats.pages_pinned
+    )

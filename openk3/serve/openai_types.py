@@ -6,7 +6,8 @@ for something this server does not do yet (`unsupported`) and is refused by name
 it is unknown and refused. Types are strict: ``"0.7"`` is not a temperature.
 
 Fields, defaults and ranges are those of https://platform.openai.com/docs/api-reference, plus ``top_k``, ``min_p`` and
-``repetition_penalty`` under the names that vLLM and llama.cpp gave them.
+``repetition_penalty`` under the names that vLLM and llama.cpp gave them, and ``priority`` (default 0): requests with a
+larger number go first and may displace those with a smaller one, as in SGLang; vLLM's counts the other way.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ class SamplingBody(_Body):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
     user: Harmless = None
 

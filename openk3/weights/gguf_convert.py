@@ -9,7 +9,6 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -27,8 +26,6 @@ from openk3.weights.gguf_tokenizer import end_ids, write_tokenizer
 from openk3.weights.progress import Progress, bytes_bar
 from openk3.weights.safetensors_writer import write_float32
 
-# Part of every cache key: raise it when conversion writes something else, and every file is converted anew.
-_VERSION = 1
 _SLICE_VALUES = 2**24
 
 
@@ -42,7 +39,7 @@ def converted(path: Path, key: str | None = None, *, progress: bool = False) -> 
     Raises:
         CheckpointError: the file cannot be read or is not supported, or there is no room for the result.
     """
-    final = converted_path(path, key)
+    final = store.converted_path(path, key)
     if final.is_dir():
         return final
     with store.exclusive(final.name):
@@ -55,28 +52,21 @@ def converted(path: Path, key: str | None = None, *, progress: bool = False) -> 
     return final
 
 
-def converted_path(path: Path, key: str | None = None) -> Path:
-    """Where `converted` puts its result, whether it is there or not."""
-    path = path.absolute()
-    if key is None:
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise CheckpointError(f"{path} does not exist or cannot be read: check the path") from error
-        key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    return store.models_dir() / f"{path.stem}-{key}-v{_VERSION}"
-
-
 def convert(file: GGUFFile, directory: Path, progress: Progress = lambda at: None) -> None:
     """Write the Hugging Face directory of `file` into `directory`."""
     config = hf_config(file)
-    plan = _plan(file, config)
+    plan = targets(file, config)
     _write_json(directory / "config.json", config)
+    write_companions(file, config, directory)
+    shapes = {one.name: one.source.shape for one in plan}
+    write_float32(directory / "model.safetensors", shapes, _dequantized(plan, progress))
+
+
+def write_companions(file: GGUFFile, config: Json, directory: Path) -> None:
+    """Write what lies beside `config.json` and the weights: the tokenizer, and the ids that end a generation."""
     generation = {name: config[name] for name in ("bos_token_id", "pad_token_id")} | {"eos_token_id": end_ids(file)}
     _write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v not in (None, [])})
     write_tokenizer(file, directory, config["max_position_embeddings"])
-    shapes = {one.name: one.source.shape for one in plan}
-    write_float32(directory / "model.safetensors", shapes, _dequantized(plan, progress))
 
 
 def _write_json(path: Path, value: Json) -> None:
@@ -84,7 +74,7 @@ def _write_json(path: Path, value: Json) -> None:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """One tensor of the result: its Hugging Face name, what it is made of, and the number to take away from it."""
 
     name: str
@@ -92,7 +82,7 @@ class _Target:
     minus: float
 
 
-def _plan(file: GGUFFile, config: Json) -> list[_Target]:
+def targets(file: GGUFFile, config: Json) -> list[Target]:
     """Every tensor of the result, in the order of the model.
 
     Raises:
@@ -108,7 +98,7 @@ def _plan(file: GGUFFile, config: Json) -> list[_Target]:
             )
         if file.architecture == "llama" and (".attn_q." in theirs or ".attn_k." in theirs):
             source = _unpermuted(source, config["head_dim"])
-        plan.append(_Target(ours, source, 1.0 if file.architecture == "gemma3" and "norm" in theirs else 0.0))
+        plan.append(Target(ours, source, 1.0 if file.architecture == "gemma3" and "norm" in theirs else 0.0))
         used.add(theirs)
     if unknown := file.tensors.keys() - used:
         raise CheckpointError(
@@ -164,7 +154,7 @@ def _unpermuted(source: QuantizedTensor, head_dim: int) -> QuantizedTensor:
     return QuantizedTensor(source.name, source.shape, source.type, source.rows[order])
 
 
-def _dequantized(plan: list[_Target], progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+def _dequantized(plan: list[Target], progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
     """The values of every tensor, in slices of rows that fit a small memory."""
     done = 0
     for one in plan:

@@ -1,29 +1,30 @@
-"""Hugging Face directories into the one model: safetensors, single or sharded, memory-mapped and checked by name.
+"""Hugging Face directories: safetensors, single or sharded, memory-mapped and checked by name and shape.
 
-Weights that need no change stay in the mapped file, so a model opens in the time it takes to read two small JSON files
-and its pages are shared between processes.
+Weights that need no change stay in the mapped file, so a checkpoint opens in the time it takes to read two small JSON
+files and its pages are shared between processes. PyTorch is not needed.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers import GenerationConfig
+import numpy as np
+from numpy.typing import NDArray
 
-from openk3.config import K3Config
-from openk3.model import K3ForCausalLM
+from openk3.config import ModelConfig
+from openk3.parameters import EMBEDDING, HEAD, Shape, parameter_shapes
 from openk3.weights.errors import CheckpointError, reason
-from openk3.weights.families import Source, ignorable, source_of, to_k3_config
+from openk3.weights.families import Source, ignorable, source_of, to_model_config
+from openk3.weights.formats import Matrix
+from openk3.weights.quantized_file import is_quantized, read_matrix, tensor_names
+from openk3.weights.safetensors_reader import is_floating, read_arrays, to_float32, type_name
 
 _MAX_JSON_BYTES = 64 * 2**20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,72 +48,110 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(directory: Path) -> K3Config:
-    """The configuration of the checkpoint in `directory`, of any supported family."""
-    return to_k3_config(read_json(directory / "config.json"), directory / "config.json")
+def load_config(directory: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `directory`, of any supported family.
+
+    Raises:
+        CheckpointError: there is no such directory, or `config.json` is missing, damaged or describes something
+            unsupported.
+    """
+    return to_model_config(_config_json(directory), directory / "config.json")
 
 
-def load_directory(directory: Path, dtype: torch.dtype) -> K3ForCausalLM:
-    """The model in `directory`, in eval mode.
+def _config_json(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory: give one in Hugging Face layout, as resolve() returns it"
+        )
+    return read_json(directory / "config.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a directory, and how the model's parameters are made of them.
+
+    Attributes:
+        config: the model's; the head is tied where the tensors say so.
+        tensors: as they lie in the files, by name.
+        files: the file that each tensor lies in.
+        shapes: of the model's parameters, as `parameter_shapes` gives them.
+        sources: the tensors that each parameter is made of.
+    """
+
+    directory: Path
+    config: ModelConfig
+    tensors: dict[str, NDArray[Any]]
+    files: dict[str, Path]
+    shapes: dict[str, Shape]
+    sources: dict[str, Source]
+
+    def parameter(self, name: str) -> Matrix:
+        """A parameter, quantized where it is stored so, else in float32: the mapped tensor itself where nothing has to
+        change.
+
+        Raises:
+            CheckpointError: it is stored as something else than floating-point numbers or a quantized matrix.
+        """
+        if _quantized(name, self.tensors):
+            return read_matrix(name, self.tensors, self.shapes[name], self.files[name])
+        source = self.sources[name]
+        if not source.stacked:
+            array = to_float32(self._floating(source.experts[0][0]))
+            return array + np.float32(1) if source.plus_one else array
+        stacked = np.empty(self.shapes[name], np.float32)
+        for expert, names in enumerate(source.experts):
+            rows = stacked.shape[1] // len(names)
+            for i, part in enumerate(names):
+                stacked[expert, i * rows : (i + 1) * rows] = to_float32(self._floating(part))
+        return stacked
+
+    def as_stored(self, name: str) -> NDArray[Any] | None:
+        """The one tensor that a parameter is, in the type it is stored in; None where it is made of it or of several.
+
+        Raises:
+            CheckpointError: as `parameter`.
+        """
+        source = self.sources[name]
+        if source.stacked or source.plus_one or _quantized(name, self.tensors):
+            return None
+        return self._floating(source.experts[0][0])
+
+    def _floating(self, name: str) -> NDArray[Any]:
+        array = self.tensors[name]
+        if not is_floating(array):
+            raise CheckpointError(
+                f"{self.files[name]} stores {name} as {type_name(array)}: unquantized floating-point weights are needed"
+            )
+        return array
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Map the checkpoint in `directory` and find the tensors of every parameter.
 
     Raises:
         CheckpointError: a file is missing or damaged, the family is not supported, or a tensor is missing, unexpected
-            or of the wrong shape.
+            or of the wrong shape; named are all that are missing or unexpected.
     """
-    json = read_json(directory / "config.json")
-    config = to_k3_config(json, directory / "config.json")
-    with ExitStack() as files:
-        checkpoint = _Checkpoint(directory, files)
-        _settle_head(config, checkpoint)
-        with torch.device("meta"):
-            model = K3ForCausalLM(config)
-        state = _state(model, checkpoint, json["model_type"], dtype)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    model.config.dtype = dtype
-    defaults = directory / "generation_config.json"
-    if defaults.is_file():
-        try:
-            model.generation_config = GenerationConfig.from_dict(read_json(defaults))
-        except CheckpointError:
-            raise
-        except Exception as error:  # Transformers' validation raises errors of many kinds
-            raise CheckpointError(f"{defaults} is not usable: {reason(error)}") from error
-    return model.eval()
-
-
-class _Checkpoint:
-    """The tensors of a directory by name, wherever they lie."""
-
-    def __init__(self, directory: Path, files: ExitStack) -> None:
-        self.directory = directory
-        self.where: dict[str, tuple[Path, Any]] = {}
-        for path in _safetensors(directory):
-            try:
-                file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-                names = list(file.keys())
-            except Exception as error:  # SafetensorError or OSError, whatever the damage is
-                raise CheckpointError(f"{path} is damaged or truncated ({reason(error)}): download it again") from error
-            for name in names:
-                if name in self.where:
-                    raise CheckpointError(f"{path} repeats the tensor {name} of {self.where[name][0].name}")
-                self.where[name] = (path, file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.where
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.where[name][1].get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> Tensor:
-        path, file = self.where[name]
-        tensor: Tensor = file.get_tensor(name)
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise CheckpointError(
-                f"{path} stores {name} as {str(tensor.dtype).removeprefix('torch.')}: unquantized floating-point "
-                f"weights are needed"
-            )
-        return tensor
+    described = _config_json(directory)
+    config = to_model_config(described, directory / "config.json")
+    tensors: dict[str, NDArray[Any]] = {}
+    files: dict[str, Path] = {}
+    for path in _safetensors(directory):
+        for name, array in read_arrays(path).items():
+            if name in tensors:
+                raise CheckpointError(f"{path} repeats the tensor {name} of {files[name].name}")
+            tensors[name], files[name] = array, path
+    config = _settle_head(config, tensors)
+    shapes = parameter_shapes(config)
+    sources = {name: source_of(name, tensors, described["model_type"], config.num_experts) for name in shapes}
+    if config.tie_word_embeddings and EMBEDDING not in tensors and HEAD in tensors:
+        sources[EMBEDDING] = Source([[HEAD]])
+    checkpoint = Checkpoint(directory, config, tensors, files, shapes, sources)
+    _check_names(checkpoint, described["model_type"])
+    for name, shape in shapes.items():
+        if not _quantized(name, tensors):
+            _check_shape(checkpoint, sources[name], shape)
+    return checkpoint
 
 
 def _safetensors(directory: Path) -> list[Path]:
@@ -143,72 +182,49 @@ def _safetensors(directory: Path) -> list[Path]:
     )
 
 
-def _settle_head(config: K3Config, checkpoint: _Checkpoint) -> None:
+def _settle_head(config: ModelConfig, tensors: dict[str, NDArray[Any]]) -> ModelConfig:
     """Untie a head the configuration calls tied when the file holds another matrix for it, as Transformers does."""
-    if config.tie_word_embeddings and _HEAD in checkpoint and _EMBEDDING in checkpoint:
-        same = torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING))
-        config.tie_word_embeddings = same
+    if not (config.tie_word_embeddings and HEAD in tensors and EMBEDDING in tensors):
+        return config
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    same = head.dtype == embedding.dtype and np.array_equal(head, embedding)
+    return replace(config, tie_word_embeddings=same)
 
 
-def _state(model: K3ForCausalLM, checkpoint: _Checkpoint, model_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every parameter of `model` from the checkpoint.
+def _quantized(name: str, tensors: dict[str, NDArray[Any]]) -> bool:
+    return is_quantized(name, tensors) and tensor_names(name, tensors)[1] in tensors
 
-    Raises:
-        CheckpointError: naming every tensor that is missing, unexpected, or of the wrong shape.
-    """
-    tied = model.config.tie_word_embeddings
-    wanted = {name: value for name, value in model.state_dict().items() if not (tied and name == _HEAD)}
-    sources = {name: source_of(name, checkpoint.where, model_type, model.config.num_experts) for name in wanted}
-    if tied and _EMBEDDING not in checkpoint and _HEAD in checkpoint:
-        sources[_EMBEDDING] = Source([[_HEAD]])
-    used = {name for source in sources.values() for name in source.names()}
-    missing = sorted(used - checkpoint.where.keys())
-    if missing:
+
+def _check_names(checkpoint: Checkpoint, model_type: str) -> None:
+    there = checkpoint.tensors
+    used = {name for source in checkpoint.sources.values() for name in source.names()}
+    used |= {part for name in checkpoint.shapes if _quantized(name, there) for part in tensor_names(name, there)}
+    if missing := sorted(used - there.keys()):
         raise CheckpointError(
             f"{checkpoint.directory} lacks {_some(missing)}, which its config.json asks for: download it again"
         )
-    unexpected = sorted(n for n in checkpoint.where.keys() - used if not ignorable(n) and not (tied and n == _HEAD))
-    if unexpected:
+    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    if unexpected := sorted(name for name in there.keys() - used - tied if not ignorable(name)):
         raise CheckpointError(
             f"{checkpoint.directory} holds {_some(unexpected)}, which a {model_type} model of its config.json does "
             f"not have: config.json and weights do not belong together, or the model is another variant"
         )
-    for name, source in sources.items():
-        _check_shape(checkpoint, source, tuple(wanted[name].shape))
-    parameters = {name for name, _ in model.named_parameters()}
-    return {
-        name: _assemble(checkpoint, sources[name], value, dtype if name in parameters else value.dtype)
-        for name, value in wanted.items()
-    }
 
 
-def _check_shape(checkpoint: _Checkpoint, source: Source, shape: tuple[int, ...]) -> None:
+def _check_shape(checkpoint: Checkpoint, source: Source, shape: Shape) -> None:
     if source.stacked:
         parts = len(source.experts[0])
         shape = (shape[1] // parts, *shape[2:])
     for name in source.names():
-        found = checkpoint.shape(name)
+        found = checkpoint.tensors[name].shape
         if found != shape:
             raise CheckpointError(
-                f"{checkpoint.where[name][0]} has {name} of shape {list(found)} where config.json asks for "
+                f"{checkpoint.files[name]} has {name} of shape {list(found)} where config.json asks for "
                 f"{list(shape)}: config.json and weights do not belong together"
             )
 
 
-def _assemble(checkpoint: _Checkpoint, source: Source, meta: Tensor, dtype: torch.dtype) -> Tensor:
-    """One parameter: the mapped tensor itself where nothing has to change."""
-    if not source.stacked:
-        tensor = checkpoint.tensor(source.experts[0][0])
-        return (tensor.float() + 1).to(dtype) if source.plus_one else tensor.to(dtype)
-    stacked = torch.empty(meta.shape, dtype=dtype)
-    for expert, names in enumerate(source.experts):
-        rows = meta.shape[1] // len(names)
-        for i, name in enumerate(names):
-            stacked[expert, i * rows : (i + 1) * rows] = checkpoint.tensor(name).to(dtype)
-    return stacked
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4])
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:4])
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"the tensor{'s' if len(names) > 1 else ''} {shown}{rest}"

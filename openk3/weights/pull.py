@@ -6,16 +6,15 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from openk3.weights import hub, store, wheels
+from openk3.weights import store, wheels
 from openk3.weights.errors import CheckpointError, reason
-from openk3.weights.gguf_convert import converted, converted_path
 from openk3.weights.progress import Progress, bytes_bar
 from openk3.weights.registry import HubSource, KnownModel, WheelSource
 
 
 def local_directory(model: KnownModel) -> Path | None:
     """The model's directory where it is on this machine already."""
-    final = converted_path(_file(model), _key(model))
+    final = store.converted_path(_file(model), _key(model))
     return final if final.is_dir() else None
 
 
@@ -30,10 +29,26 @@ def pull(model: KnownModel, *, progress: bool = True) -> Path:
     """
     if (there := local_directory(model)) is not None:
         return there
+    from openk3.weights.gguf_convert import converted  # imported late, as finding a model needs nothing of it
+
     with store.exclusive(model.alias):
-        if not _is_right(_file(model), model):
-            _download(model, progress)
-        return converted(_file(model), key=_key(model), progress=progress)
+        return converted(_fetched(model, progress), key=_key(model), progress=progress)
+
+
+def pull_file(model: KnownModel, *, progress: bool = True) -> Path:
+    """The model's GGUF file, after downloading it where that was not done yet.
+
+    Raises:
+        CheckpointError: as `pull`.
+    """
+    with store.exclusive(model.alias):
+        return _fetched(model, progress)
+
+
+def _fetched(model: KnownModel, progress: bool) -> Path:
+    if not _is_right(_file(model), model):
+        _download(model, progress)
+    return _file(model)
 
 
 def _file(model: KnownModel) -> Path:
@@ -72,6 +87,8 @@ def _download(model: KnownModel, progress: bool) -> None:
 
 def _fetch(source: HubSource | WheelSource, model: KnownModel, candidate: Path, bar: Progress, progress: bool) -> None:
     if isinstance(source, HubSource):
+        from openk3.weights import hub  # imported late, as the hub's library takes a while
+
         hub.fetch_known(source, model.sha256, candidate, progress)
         shutil.rmtree(candidate.with_suffix(".hub"), ignore_errors=True)
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from openk3.weights import gguf_convert, hub, registry
+from openk3.weights import registry
 from openk3.weights.errors import CheckpointError, reason
-from openk3.weights.pull import pull
+from openk3.weights.pull import pull, pull_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
@@ -39,13 +39,39 @@ def resolve(name_or_path: str, *, progress: bool = True) -> Path:
     if is_file:
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path} is a single file: give its directory, or a .gguf file")
-        return gguf_convert.converted(path, progress=progress)
+        return _converted(path, progress)
     if name_or_path[0] in "./~":
         raise CheckpointError(f"{name_or_path!r} does not exist: check the path")
+    from openk3.weights import hub  # imported late, as the hub's library takes a while
+
     if (match := _HUB_FILE.fullmatch(name_or_path)) is not None:
-        return gguf_convert.converted(hub.fetch_file(match[1], match[2], progress), progress=progress)
+        return _converted(hub.fetch_file(match[1], match[2], progress), progress)
     if path.suffix.lower() == ".gguf":
         raise CheckpointError(f"{name_or_path!r} does not exist: check the path")
     if _HUB_ID.fullmatch(name_or_path):
         return hub.fetch_checkpoint(name_or_path, progress)
     raise registry.unknown(name_or_path)
+
+
+def resolve_gguf(name_or_path: str, *, progress: bool = True) -> Path | None:
+    """The GGUF file that `resolve` makes a directory of, or None where the model comes otherwise.
+
+    Raises:
+        CheckpointError: it cannot be fetched.
+    """
+    if (model := registry.find(name_or_path)) is not None:
+        return pull_file(model, progress=progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    if (match := _HUB_FILE.fullmatch(name_or_path)) is None:
+        return None
+    from openk3.weights import hub  # imported late, as the hub's library takes a while
+
+    return hub.fetch_file(match[1], match[2], progress)
+
+
+def _converted(path: Path, progress: bool) -> Path:
+    from openk3.weights.gguf_convert import converted  # imported late, as most models need nothing of it
+
+    return converted(path, progress=progress)

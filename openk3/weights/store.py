@@ -7,6 +7,7 @@ to the disk and renamed, so a process killed at any moment leaves nothing that c
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -19,6 +20,8 @@ from filelock import FileLock, Timeout
 
 from openk3.weights.errors import CheckpointError, reason
 
+# Part of every cache key: raise it when conversion writes something else, and every file is converted anew.
+_CONVERSION = 1
 _SPARE_BYTES = 64 * 2**20
 _TEMPORARY = ".making-"
 
@@ -34,6 +37,25 @@ def models_dir() -> Path:
 
 def downloads_dir() -> Path:
     return cache_root() / "downloads"
+
+
+def converted_path(path: Path, key: str | None = None) -> Path:
+    """Where the directory that the GGUF file `path` converts to lies, whether it is there or not.
+
+    Args:
+        key: what names the result; by default made of the file's path, size and time of change.
+
+    Raises:
+        CheckpointError: there is no key and the file cannot be looked at.
+    """
+    path = path.absolute()
+    if key is None:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path} does not exist or cannot be read: check the path") from error
+        key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return models_dir() / f"{path.stem}-{key}-v{_CONVERSION}"
 
 
 @contextmanager
