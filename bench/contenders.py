@@ -86,7 +86,8 @@ def start(
 
 
 def of_openk3(model: Path, **settings: Any) -> Contender:
-    from openk3 import EngineConfig, load
+    from openk3.engine import EngineConfig
+    from openk3.llm import load
 
     llm = load(str(model), engine=EngineConfig(**settings), progress=False)
 

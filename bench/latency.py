@@ -28,9 +28,8 @@ import numpy as np
 from machine import cores, require_idle
 from results import add_options, keep, result_head
 
-from openk3 import EngineConfig, load
-from openk3.engine import Handle
-from openk3.llm import LLM
+from openk3.engine import EngineConfig, Handle
+from openk3.llm import LLM, load
 
 _REPLIES = 8
 _LONG_PROMPT = 4096

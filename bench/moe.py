@@ -20,9 +20,8 @@ import numpy as np
 from machine import require_idle
 from results import add_options, keep, result_head
 
-from openk3 import EngineConfig, dial
-from openk3.config import ModelConfig
-from openk3.engine import Engine, EngineLoop, SamplingParams
+from openk3.config import ModelConfig, dial
+from openk3.engine import Engine, EngineConfig, EngineLoop, SamplingParams
 from openk3.model.cost import active_parameters, total_parameters
 from openk3.parameters import parameter_shapes
 from openk3.weights.loaded import LoadedModel

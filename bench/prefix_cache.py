@@ -18,8 +18,8 @@ from typing import Any
 from machine import require_idle
 from results import add_options, keep, result_head
 
-from openk3 import EngineConfig, load
-from openk3.llm import LLM
+from openk3.engine import EngineConfig
+from openk3.llm import LLM, load
 
 QUESTION = [{"role": "user", "content": "Summarise the rules in one sentence."}]
 RULE = "Rule {number} of house {house}: whoever borrows book {number} brings it back before day {day}. "

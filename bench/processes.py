@@ -56,7 +56,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=plain_environment() | environment,
+                env={**plain_environment(), **environment},
             )
         self._receive()
 

@@ -61,7 +61,8 @@ def probe_load(model: str, weights: str) -> dict[str, float]:
     begin = time.perf_counter()
     load_weights(directory)
     read = time.perf_counter()
-    from openk3 import EngineConfig, load
+    from openk3.engine import EngineConfig
+    from openk3.llm import load
 
     imported = time.perf_counter()
     with load(model, engine=EngineConfig(weights=weights), progress=False):  # type: ignore[arg-type]
@@ -70,7 +71,8 @@ def probe_load(model: str, weights: str) -> dict[str, float]:
 
 
 def probe_memory(model: str, weights: str) -> dict[str, float]:
-    from openk3 import EngineConfig, load
+    from openk3.engine import EngineConfig
+    from openk3.llm import load
 
     with load(model, engine=EngineConfig(weights=weights), progress=False) as llm:  # type: ignore[arg-type]
         prompt_tokens, new_tokens = _CONTEXT

@@ -42,13 +42,11 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int, max_position_embedd
     raise ValueError(f"rope_type is {rope['rope_type']!r}: not a supported kind of rotary position")
 
 
-def angles(
-    rope: dict[str, Any], head_dim: int, max_position_embeddings: int, positions_M: NDArray[np.int64]
-) -> tuple[Floats, Floats]:
-    """Cosines and sines of every position, `cos_MR` and `sin_MR`."""
-    inv_freq_R, factor = inverse_frequencies(rope, head_dim, max_position_embeddings)
+def turns(inv_freq_R: Floats, factor: float, positions_M: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Cosines and sines of every position, `cos_MR` and `sin_MR`, from what `inverse_frequencies` gives."""
     angle_MR = positions_M[:, None].astype(np.float32) * inv_freq_R
-    return np.cos(angle_MR) * np.float32(factor), np.sin(angle_MR) * np.float32(factor)
+    cos_MR, sin_MR = np.cos(angle_MR), np.sin(angle_MR)
+    return (cos_MR, sin_MR) if factor == 1 else (cos_MR * np.float32(factor), sin_MR * np.float32(factor))
 
 
 def _llama3(inv_freq_R: Floats, rope: dict[str, Any], trained: int) -> Floats:

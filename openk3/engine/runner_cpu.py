@@ -7,6 +7,7 @@ product and every sum of the kernels has a fixed order (see `openk3.kernels`), w
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,18 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openk3.config import ModelConfig
+from openk3.engine.crew import Crew
 from openk3.engine.groups import LayerGroup, readable
 from openk3.engine.pages import pages_for
 from openk3.engine.program import Program
 from openk3.engine.scheduler import Chunk
 from openk3.kernels import step
 from openk3.kernels.amx import tile_configs
-from openk3.kernels.attention import CHUNK, PART_EXTRA, TILE_SIZE, queries_per_tile
+from openk3.kernels.attention import CHUNK, HEAD_DIM, PART_EXTRA, TILE_SIZE, queries_per_tile
 from openk3.kernels.attention import scratch_size as attention_scratch_size
 from openk3.kernels.integers import stats_size
 from openk3.kernels.linear import BLOCK, COLUMNS, ROWS, scratch_bytes
-from openk3.kernels.team import HAS_THREADS, dismiss, new_team
-from openk3.rotary import angles
+from openk3.kernels.team import LINE, SLEEPS, dismiss, new_team
+from openk3.rotary import inverse_frequencies, turns
 from openk3.weights.formats import Matrix, aligned
 
 # A decode step of few sequences divides each one's history into up to so many items of attention.
@@ -73,7 +75,7 @@ class CpuRunner:
             for part, layer in enumerate(group.layers):
                 self._program.kinds[layer, [step.TABLES, step.PAGE_PART]] = number, part
         self._page_size = page_size
-        self._num_threads = num_threads if HAS_THREADS else 1
+        self._num_threads = num_threads
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._queries_per_tile = queries_per_tile(heads, kv_heads)
         # Never cleared: what lies beyond a request's last token is not read, and untouched memory costs nothing.
@@ -86,9 +88,15 @@ class CpuRunner:
         scratch = max(scratch_bytes(widest), 4 * attention_scratch_size(config.head_dim))
         self._scratches = aligned((self._num_threads, -(-scratch // 128) * 128), np.int8)
         self._amx = tile_configs()
+        self._frequencies = [
+            inverse_frequencies(rope, config.head_dim, config.max_position_embeddings)
+            for rope in self._program.rotations
+        ]
         self._job = np.zeros(step.JOB_SIZE, np.int64)
+        self._room_for = (0, 0)  # rows and partial results that there is working memory for
         self._room: dict[int, NDArray[Any]] = {}
         self._team = new_team()
+        self._crew = Crew(self._num_threads)
         self._start_members()
         self._warm_up()
 
@@ -147,11 +155,20 @@ class CpuRunner:
         job[step.NUM_ROWS], job[step.NUM_LAST], job[step.LOGITS_STRIDE] = len(tokens), len(last), logits.shape[1]
         job[step.NUM_TILES], job[step.SPLITS], job[step.NUM_PARTS] = len(tiles), splits, num_parts
         _, job[step.NUM_TABLES], job[step.TABLE_WIDTH] = tables.shape
-        step.take_part(0, self._num_threads, *self._arguments())
+        threads = self._crew.threads(len(tokens), time.monotonic())
+        sleeps_before = self._sleeps()
+        step.take_part(0, threads, *self._arguments())
+        self._crew.observe(len(tokens), threads, self._sleeps() - sleeps_before, time.monotonic())
         return logits[:, :rows]
+
+    def _sleeps(self) -> int:
+        return int(self._team[LINE * SLEEPS])
 
     def _make_room(self, rows: int, num_parts: int) -> None:
         """Have working memory for a step of `rows` rows, and tell the job where it is."""
+        if rows <= self._room_for[0] and num_parts <= self._room_for[1]:
+            return
+        self._room_for = rows, num_parts = max(rows, self._room_for[0]), max(num_parts, self._room_for[1])
         config, ops = self._config, self._program.ops
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         assert head_dim is not None
@@ -180,10 +197,8 @@ class CpuRunner:
             step.GATHERED: (rows * choices * config.hidden_size, np.float32),
         }
         for name, (size, kind) in sizes.items():
-            room = self._room.get(name)
-            if room is None or room.size < size:
-                self._room[name] = room = aligned((max(size, 1),), kind)
-            self._job[name] = room.ctypes.data
+            self._room[name] = aligned((max(size, 1),), kind)
+            self._job[name] = self._room[name].ctypes.data
 
     def _tables(self, chunks: Sequence[Chunk]) -> NDArray[np.int64]:
         """The block tables of the chunks' requests, padded to the longest: `[groups, chunks, pages]`."""
@@ -196,15 +211,11 @@ class CpuRunner:
 
     def _rotations(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines, `[rotations, M, K / 2]`."""
-        config = self._config
-        assert config.head_dim is not None
-        turns = [
-            angles(rope, config.head_dim, config.max_position_embeddings, positions) for rope in self._program.rotations
-        ]
-        if not turns:
-            empty = np.empty((0, len(positions), config.head_dim // 2), np.float32)
-            return empty, empty
-        return np.stack([cos for cos, _ in turns]), np.stack([sin for _, sin in turns])
+        shape = (len(self._frequencies), len(positions), int(self._cache[HEAD_DIM]) // 2)
+        cos, sin = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        for i, (frequencies, factor) in enumerate(self._frequencies):
+            cos[i], sin[i] = turns(frequencies, factor, positions)
+        return cos, sin
 
     def _tiles(self, chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], int, int]:
         """The tiles of attention, the items that single queries are divided into, and their partial results."""

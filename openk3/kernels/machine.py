@@ -38,8 +38,10 @@ AVX2 = "avx2" in _FOUND
 AMX = VNNI and {"amx-tile", "amx-int8"} <= _FOUND and _may_use_amx()
 X86 = platform.machine() in ("x86_64", "AMD64")
 
-# What the kernels cannot do without: x86 code has no other way to read float16.
+# What the kernels cannot do without: on x86 there is no other way to read float16, and threads are POSIX threads.
 MISSING = "the CPU has no F16C instructions" if X86 and "f16c" not in _FOUND else None
+if sys.platform == "win32":
+    MISSING = "Windows has no POSIX threads"
 
 # Tokens that share the loads of a weight in one integer tile: as many as their sums fit into the registers.
 TOKEN_TILES = (1, 2, 4, 8) if AVX512 else (1, 2, 3)

@@ -2,18 +2,15 @@
 
 Every thread runs the same code. Between two barriers lies a phase, whose work is cut into items; each thread takes the
 next items by a ticket, so a thread that the system interrupts holds nobody up for longer than the items it has. A
-thread that waits spins for some microseconds and then lets others run: two threads that only spin would cost each other
-whole time slices as soon as another process wants a core.
+thread that waits spins for about 0.1 ms and then sleeps: a thread that spins while its comrade has no core keeps the
+system from giving it that very core. How often threads slept tells the caller that they disturb each other.
 
 The members of a team other than the caller live in compiled code (`openk3.kernels.step.take_part`), where they need no
 interpreter lock, and sleep between steps. Everything they share is one array of int64, each word on its own cache line.
-
-Where there are no POSIX threads the team has one member.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +24,19 @@ from openk3.kernels.code import I64, call
 from openk3.kernels.machine import X86
 
 LINE = 16  # int64 per word of the shared array: two cache lines, because processors fetch them in pairs
-# Words: threads that reached the barrier, barriers passed, two tickets, jobs begun (-1 ends
-# the members); then a mutex and a condition.
-ARRIVED, PASSED, TICKET, JOB, SLEEPERS, MUTEX, CONDITION = 0, 1, 2, 4, 5, 6, 7
-WORDS = 9
+# Words: threads that reached the barrier, barriers passed, two tickets, jobs begun (-1 ends the members), threads that
+# sleep at the barrier, how often one did; then a mutex and a condition.
+ARRIVED, PASSED, TICKET, JOB, SLEEPERS, SLEEPS, MUTEX, CONDITION = 0, 1, 2, 4, 5, 6, 7, 8
+WORDS = 10
 
-HAS_THREADS = sys.platform != "win32"
-# Spins before a waiting thread yields, at a barrier and between steps.
-BARRIER_SPINS = 2000
-IDLE_SPINS = 20000
+# Spins before a waiting thread sleeps, at a barrier and between steps. One takes 10 to 70 ns.
+BARRIER_SPINS = 4000
+IDLE_SPINS = 40000
 
 # Options of compiled functions: of those that Python calls, and of inner ones, which need no wrappers.
 ENTRY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
 SERIAL: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-_yield = types.ExternalFunction("sched_yield", types.int32())
 _lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
 _unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
 _wait = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))
@@ -114,6 +109,7 @@ def take(team, threads, count):
 def _sleep_until_passed(team, passed):
     """Either we see that the barrier was passed, or the thread that passes it sees that we sleep."""
     _add(_word(team, SLEEPERS), 1)
+    _add(_word(team, SLEEPS), 1)
     _lock(_word(team, MUTEX))
     while _load(_word(team, PASSED)) == passed:
         _wait(_word(team, CONDITION), _word(team, MUTEX))

@@ -57,7 +57,7 @@ def exact_matrices(file: GGUFFile) -> tuple[Json, Iterator[tuple[str, Matrix]]]:
 def _matrix(one: Target) -> Matrix:
     source = one.source
     if source.type in _PLAIN:
-        return source.dequantize()
+        return source.dequantize().copy()  # the file's map is read-only
     block = gguf.GGML_QUANT_SIZES[source.type][1]
     blocks: Bytes = np.ascontiguousarray(source.rows).reshape(*source.shape[:-1], -1, block)
     scale = _halves(blocks, 0)

@@ -236,13 +236,3 @@ def _part(name: str, matrix: Matrix, error: float) -> Part:
         group = "per row" if matrix.group_size is None else f"in groups of {matrix.group_size}"
         form = f"{'INT4' if isinstance(matrix, Int4Matrix) else 'INT8'} {group}"
     return Part(name, form, math.prod(matrix.shape), matrix.nbytes, error)
-
-
-def quantize_int8(weight: Any) -> Any:  # of the old form, until nothing asks for it
-    scale = np.abs(weight).max(-1) / np.float32(127)
-    scale[scale == 0] = 1
-    return np.ascontiguousarray(np.rint(weight / scale[..., None]).astype(np.int8)), scale.astype(np.float32)
-
-
-def dequantize_int8(packed: Any, scale: Any) -> Any:  # of the old form, until nothing asks for it
-    return packed.astype(np.float32) * scale[..., None]
