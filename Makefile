@@ -11,7 +11,7 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 serve: .venv/installed  ## install what running needs, then serve the default model and its web page
-	$(BIN)/k3 serve
+	$(BIN)/k3 serve --weights int8
 
 test: check  ## install what developing needs, then lint, type-check and run the default test suite
 	$(BIN)/python -m pytest

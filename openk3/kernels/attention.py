@@ -29,7 +29,7 @@ from openk3.kernels.machine import UPDATE_ROWS, UPDATE_VECTORS
 from openk3.kernels.team import SERIAL, take
 from openk3.kernels.vectors import UPDATE_SIZES, exponentiate, updates
 
-CHUNK = 128
+CHUNK = 256
 # Scores of a row: a page of fewer than 16 positions writes beyond its own.
 SCORES = CHUNK + LANES
 # Columns of a tile.
@@ -110,19 +110,20 @@ def _mix(weights, rows, head_dim, values_at, run, half, ahead, out):
 
 
 @njit(**SERIAL)
-def _hide_and_exponentiate(scores, rows, base, positions, window, best, total):
+def _hide_and_exponentiate(scores, rows, base, count, positions, window, best, total):
     """Turn products into exponentials below the chunk's maximum, with zeros for what a row does not see."""
+    width = (count + LANES - 1) // LANES * LANES
     for r in range(rows):
         last = positions[r]
         first = 0 if window == 0 else max(0, last - window + 1)
-        begin, end = min(CHUNK, max(0, first - base)), min(CHUNK, last + 1 - base)
+        begin, end = min(count, max(0, first - base)), min(count, last + 1 - base)
         if begin >= end:
             best[r] = -np.inf
             scores[r] = 0
             total[r] = 0
         else:
             at = scores[r].ctypes.data
-            exponentiate(at, CHUNK, begin, end, best.ctypes.data + 4 * r, total.ctypes.data + 4 * r)
+            exponentiate(at, width, begin, end, best.ctypes.data + 4 * r, total.ctypes.data + 4 * r)
 
 
 @njit(**SERIAL)
@@ -147,7 +148,7 @@ def _attend_chunk(q, rows, positions, cache, layer, head, table, chunk, end, win
             scores[:rows, j : j + LANES] = 0
         out = scores.ctypes.data + 4 * j
         _score(q.ctypes.data, rows, head_dim, cache[KEYS] + at, page_size, half, cache[KEYS] + ahead, out)
-    _hide_and_exponentiate(scores, rows, base, positions, window, best, total)
+    _hide_and_exponentiate(scores, rows, base, count, positions, window, best, total)
     part[:rows] = 0
     for j in range(0, count, page_size):
         at = page_at(cache, layer, table[(base + j) // page_size], head)
@@ -195,11 +196,12 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
     scores, rest = rest[: R * SCORES].reshape(R, SCORES), rest[R * SCORES :]
     best, total, whole_best, whole_total = rest[:R], rest[R : 2 * R], rest[2 * R : 3 * R], rest[3 * R : 4 * R]
     positions = np.empty(R, np.int64)
-    per_tile = G * splits
-    items = tiles.shape[0] * per_tile
+    # Head by head, so that a head's keys and values stay in the cache while all tiles pass them.
+    per_head = tiles.shape[0] * splits
+    items = G * per_head
     item = take(team, threads, 1)
     while item < items:
-        tile, g, split = tiles[item // per_tile], item % per_tile // splits, item % splits
+        g, tile, split = item // per_head, tiles[item % per_head // splits], item % splits
         item = take(team, threads, 1)
         if tile[PART] < 0 and split > 0:
             continue

@@ -48,12 +48,13 @@ class LoadedModel:
         """The model with its matrices rounded to the nearest numbers of `format`; itself where it has that already.
 
         Norms, biases and routers stay as they are. A matrix becomes INT8 where its columns do not fill groups of INT4,
-        and stays float32 where they are no multiple of 4.
+        and stays float32 where they are no multiple of 4. Nothing of the result lies in the checkpoint's mapped file,
+        whose pages would count as this process's memory.
         """
         if format == self.format:
             return self
         tensors = {
-            name: _rounded(dequantize(tensor), format) if is_matrix(name, tensor.shape) else tensor
+            name: _rounded(dequantize(tensor), format) if is_matrix(name, tensor.shape) else np.array(tensor)
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
