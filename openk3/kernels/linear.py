@@ -28,7 +28,7 @@ F32 = 0
 BLOCK = 16
 # From so many rows of activations on, AMX tiles of 16 are filled well enough.
 AMX_FROM = 5
-# An item should be about so many bytes of weights: enough to be worth a ticket, little enough to share evenly.
+# An item is up to so many bytes of weights: long runs of memory are read faster than short ones.
 ITEM_BYTES = 98304
 
 _stats_size = njit(**SERIAL)(stats_size)
@@ -236,9 +236,10 @@ def _blocks(op):
 
 
 @njit(**SERIAL)
-def _pace(op, blocks, threads, rows):
-    """Blocks per item: about ITEM_BYTES of weights, but several items for each thread."""
-    pace = max(1, min(blocks // (4 * threads), ITEM_BYTES // block_bytes(op)))
+def _pace(op, left, threads, rows):
+    """Blocks of the next item when `left` are left: about ITEM_BYTES of weights, but ever fewer towards the end, so that
+    all threads are done at the same time."""
+    pace = max(1, min(left // (2 * threads), ITEM_BYTES // block_bytes(op)))
     return max(amx.BLOCKS, pace // amx.BLOCKS * amx.BLOCKS) if AMX and rows >= AMX_FROM else pace
 
 
@@ -286,6 +287,7 @@ def linear(team, threads, ops, x, q, stats, out, scratch, config):
                 configured = _op_blocks(ops[i], low, high, x, q, stats, out, first, scratch, config, configured)
             start += _blocks(ops[i])
             first += ops[i, ROWS]
+        pace = _pace(ops[0], blocks - end, threads, x.shape[0])
         begin = take(team, threads, pace)
     if configured != 0:
         _amx_off()
