@@ -44,8 +44,8 @@ WINDOW, WINDOWS = 1024, 20
 CALIBRATED: dict[str, tuple[Format, int | None]] = {
     "int8, calibrated": ("int8", None),
     "int4, calibrated": ("int4", None),
-    "int4, calibrated, groups of 64": ("int4", 64),
-    "int4, calibrated, groups of 32": ("int4", 32),
+    "int4 in groups of 64, calibrated": ("int4", 64),
+    "int4 in groups of 32, calibrated": ("int4", 32),
 }
 LLAMA_CPP = ("Q8_0", "Q4_1", "Q4_0", "Q4_0-pure")
 

@@ -237,8 +237,8 @@ def _blocks(op):
 
 @njit(**SERIAL)
 def _pace(op, left, threads, rows):
-    """Blocks of the next item when `left` are left: about ITEM_BYTES of weights, but ever fewer towards the end, so that
-    all threads are done at the same time."""
+    """Blocks of the next item when `left` are left: up to ITEM_BYTES of weights, but ever fewer towards the end, so
+    that all threads are done at the same time."""
     pace = max(1, min(left // (2 * threads), ITEM_BYTES // block_bytes(op)))
     return max(amx.BLOCKS, pace // amx.BLOCKS * amx.BLOCKS) if AMX and rows >= AMX_FROM else pace
 
