@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,10 +155,17 @@ def test_groups_that_do_not_fit() -> None:
     assert set(sizes.values()) == {64}
 
 
-def test_the_recipe_has_coarser_groups_in_embedding_and_head() -> None:
-    found = in_memory(LoadedModel.from_torch(small_model()), "int4", None, torch.tensor([random_tokens(64)])).tensors
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_recipe_has_coarser_groups_in_attention_and_lookups(tied: bool) -> None:
+    model = LoadedModel.from_torch(small_model())
+    if tied:
+        tensors = {name: tensor for name, tensor in model.tensors.items() if name != HEAD}
+        model = LoadedModel(replace(model.config, tie_word_embeddings=True), tensors)
+    found = in_memory(model, "int4", None, torch.tensor([random_tokens(64)])).tensors
     for name, matrix in found.items():
-        assert not isinstance(matrix, Int4Matrix) or matrix.group_size == (64 if name in (EMBEDDING, HEAD) else 32)
+        attention = "self_attn" in name and "v_proj" not in name
+        coarse = attention or (name == EMBEDDING and not tied)
+        assert not isinstance(matrix, Int4Matrix) or matrix.group_size == (64 if coarse else 32), name
 
 
 # A checkpoint

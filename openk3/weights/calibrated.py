@@ -30,7 +30,9 @@ from openk3.weights.formats import (
 from openk3.weights.gptq import INT4, INT8, Quantized, gptq
 from openk3.weights.loaded import LoadedModel
 
-# Groups of the default recipe. Embedding and head, the largest of all, lose least for the bits that coarser ones save.
+# Groups of the default recipe. These matrices, and an embedding that is not the head too, lose least by the bits that
+# the coarser groups save; values, an eighth of attention, would lose more than all of them together.
+_COARSE_NAMES = (".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.o_proj.")
 _FINE, _COARSE = 32, 64
 # Called with every parameter: its name, what became of it, and the relative error of its products (or of itself).
 Done = Callable[[str, Matrix, float], None]
@@ -42,19 +44,19 @@ def quantize_calibrated(
     """Quantize every matrix of a model.
 
     Args:
-        group_size: columns with one scale and minimum in INT4; None for the recipe, which is 64 for embedding and head
-            and 32 for all others. A matrix whose columns they do not fill takes the largest smaller group that fits,
-            else INT8.
+        group_size: columns with one scale and minimum in INT4; None for the recipe, which is 64 for queries, keys and
+            attention's output and for an embedding that is not the head too, and 32 for all others. A matrix whose
+            columns they do not fill takes the largest smaller group that fits, else INT8.
         tokens_BT: the calibration text, in sequences that fit the model's context.
 
     Raises:
         ValueError: weights or activations that are not finite.
     """
-    quantizer = _Quantizer(format, group_size, done)
+    head = HEAD if HEAD in loaded.tensors else EMBEDDING
+    quantizer = _Quantizer(format, group_size, head, done)
     for name, tensor in loaded.tensors.items():
         if not is_matrix(name, tensor.shape):
             done(name, dequantize(tensor), 0.0)
-    head = HEAD if HEAD in loaded.tensors else EMBEDDING
     if head != EMBEDDING:
         embedding = torch.from_numpy(dequantize(loaded.tensors[EMBEDDING]))
         quantizer.together([EMBEDDING], [embedding], torch.eye(embedding.shape[1]))
@@ -68,23 +70,28 @@ def quantize_calibrated(
 class _Quantizer:
     format: Literal["int8", "int4"]
     group_size: int | None
+    head: str
     done: Done
 
     def layer(self, number: int, layer: nn.Module, moments: Moments) -> None:
         """Quantize the matrices of a decoder layer, and let it compute with the result."""
         parameters = dict(layer.named_parameters())
+        prefix = f"model.layers.{number}."
         for first, names in moments.names.items():
-            whole = [f"model.layers.{number}.{name}" for name in names]
-            weights = [parameters[name].data for name in names]
-            if weights[0].dim() == 3:
-                new = [self.experts(whole[0], weights[0], moments.of[first])]
-            else:
-                new = self.together(whole, weights, moments.of[first])
-            for name, weight in zip(names, new, strict=True):
-                parameters[name].data = weight
+            if parameters[first].dim() == 3:
+                parameters[first].data = self.experts(prefix + first, parameters[first].data, moments.of[first])
+                continue
+            alike: dict[int | None, list[str]] = {}
+            for name in names:
+                alike.setdefault(self._group(prefix + name, parameters[name].shape[1]), []).append(name)
+            for some in alike.values():
+                weights = [parameters[name].data for name in some]
+                new = self.together([prefix + name for name in some], weights, moments.of[first])
+                for name, weight in zip(some, new, strict=True):
+                    parameters[name].data = weight
 
     def together(self, names: list[str], weights: list[Tensor], moments: Tensor) -> list[Tensor]:
-        """Quantize matrices `[N, K]` whose inputs have the same `moments` `[K, K]`; gives them dequantized."""
+        """Quantize matrices `[N, K]` of the same inputs, with `moments` `[K, K]`, in one; gives them dequantized."""
         group = self._group(names[0], weights[0].shape[-1])
         quantized = _gptq(torch.cat(weights), moments, group)
         counts = [len(weight) for weight in weights]
@@ -110,7 +117,8 @@ class _Quantizer:
 
     def _group(self, name: str, columns: int) -> int | None:
         """Columns of a group, None for INT8."""
-        limit = self.group_size or (_COARSE if name in (EMBEDDING, HEAD) else _FINE)
+        coarse = any(part in name for part in _COARSE_NAMES) or name == EMBEDDING != self.head
+        limit = self.group_size or (_COARSE if coarse else _FINE)
         fitting = [size for size in GROUP_SIZES if size <= limit and columns % size == 0]
         return max(fitting) if fitting and self.format == "int4" else None
 
