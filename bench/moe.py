@@ -38,6 +38,9 @@ class NoText:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
+    def text_of(self, token_id: int) -> str | None:
+        return ""
+
 
 def sparse(depth: int, experts: int) -> ModelConfig:
     """The design at `depth` with `experts` experts for each that a token uses, in every layer."""

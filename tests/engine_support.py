@@ -29,6 +29,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i != EOS or not skip_special_tokens).decode("utf-8", errors="replace")
 
+    def text_of(self, token_id: int) -> str | None:
+        return None
+
 
 @cache
 def small_model(*kinds: str) -> K3ForCausalLM:

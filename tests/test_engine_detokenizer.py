@@ -7,32 +7,22 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
+from openk3.chat.tokenizer import Tokenizer
 from openk3.engine.detokenizer import StopFinder, TextDecoder, TextStream
 
 WORDS = ["Hel", "lo", "wor", "ld", "ab", "abc", "ba", "c", "好", "é"]
 
 
-class Backed:
-    """A `tokenizers.Tokenizer` as the engine sees it."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend = backend
-        self.eos_token_ids: tuple[int, ...] = ()
-        self.size = backend.get_vocab_size()
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-
-def with_special(backend: Tokenizer) -> Backed:
+def with_special(backend: Backend) -> Tokenizer:
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     backend.add_tokens([AddedToken("<tool>", special=False)])
-    return Backed(backend)
+    return Tokenizer(backend)
 
 
-def byte_level() -> Backed:
+def byte_level() -> Tokenizer:
     """As GPT-2, Llama 3, Qwen and SmolLM: every byte is a token, and some sequences are."""
     symbols = dict(zip(range(256), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
     pieces = list(symbols.values())
@@ -40,23 +30,23 @@ def byte_level() -> Backed:
     for text in (" Hello", "好", "你好", "\n\n", "é", "🙂", " a"):
         pieces.append("".join(piece for piece, _ in encode.pre_tokenize_str(text)))
     pieces.append(pieces[-2][:2])  # half an emoji
-    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(dict.fromkeys(pieces))}, merges=[]))
+    backend = Backend(models.BPE(vocab={p: i for i, p in enumerate(dict.fromkeys(pieces))}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     return with_special(backend)
 
 
-def sentencepiece(strip: bool) -> Backed:
+def sentencepiece(strip: bool) -> Tokenizer:
     """As Llama 2 and Mistral (which drop a leading space) or Gemma (which keeps it): words and byte tokens."""
     pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁▁", *WORDS, *(f"▁{w}" for w in WORDS)]
-    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend = Backend(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
     return with_special(backend)
 
 
-def metaspace() -> Backed:
+def metaspace() -> Tokenizer:
     pieces = ["<unk>", "▁", *WORDS, *(f"▁{w}" for w in WORDS)]
-    backend = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
+    backend = Backend(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     return with_special(backend)
 
@@ -70,11 +60,11 @@ TOKENIZERS = {
 tokenizers = st.sampled_from(sorted(TOKENIZERS))
 
 
-def tokens_of(tokenizer: Backed, draws: list[int]) -> list[int]:
-    return [draw % tokenizer.size for draw in draws]
+def tokens_of(tokenizer: Tokenizer, draws: list[int]) -> list[int]:
+    return [draw % tokenizer.vocab_size for draw in draws]
 
 
-def streamed(tokenizer: Backed, ids: list[int]) -> str:
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
     decoder = TextDecoder(tokenizer)
     return "".join([*(decoder.push(i) for i in ids), decoder.flush()])
 
@@ -160,7 +150,7 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
 
 def test_a_stop_inside_a_token_cuts_the_token() -> None:
     tokenizer = TOKENIZERS["metaspace"]
-    ids = {tokenizer.backend.id_to_token(i): i for i in range(tokenizer.size)}
+    ids = {tokenizer.backend.id_to_token(i): i for i in range(tokenizer.vocab_size)}
     stream = TextStream(tokenizer, ["bc"])
     assert stream.push(ids["▁Hel"]) == ("Hel", None)
     assert stream.push(ids["abc"]) == ("a", "bc")

@@ -13,7 +13,6 @@ from openk3.weights.formats import (
     Int4Matrix,
     Int8Matrix,
     dequantize,
-    embedding_rows,
     pack_int4,
     pack_int8,
     quantize_int4,
@@ -101,22 +100,6 @@ def test_quantization_rounds_to_nearest(shape: tuple[int, ...]) -> None:
 def test_a_constant_group_is_exact() -> None:
     weight = np.full((2, 64), 0.25, np.float32)
     assert np.array_equal(dequantize(quantize_int4(weight, 32)), weight)
-
-
-@pytest.mark.parametrize(
-    "matrix",
-    [
-        weights(35, 64),
-        quantize_int8(weights(35, 64)),
-        pack_int8(RNG.integers(-128, 128, (35, 64)).astype(np.int8), halves(35, 2)),
-        quantize_int4(weights(35, 64), 32),
-    ],
-    ids=["float32", "int8", "int8 groups", "int4"],
-)
-def test_embedding_rows(matrix: Any) -> None:
-    tokens = np.array([34, 0, 17, 17])
-    assert np.array_equal(embedding_rows(matrix, tokens), dequantize(matrix)[tokens])
-    assert embedding_rows(matrix, tokens[:0]).shape == (0, 64)
 
 
 BAD = np.zeros((2, 64), np.uint8)

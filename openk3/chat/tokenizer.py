@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
 
 from openk3.chat.messages import check_text, validate_messages, validate_tools
 from openk3.chat.template import ChatTemplate
@@ -58,6 +59,8 @@ class Tokenizer:
         )
         self._chat_templates = dict(chat_templates or {})
         self._compiled_templates: dict[str, ChatTemplate] = {}
+        self._texts: dict[int, str] = {}
+        self._joins_bytes = isinstance(backend.decoder, ByteLevel)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -120,6 +123,17 @@ class Tokenizer:
         except (OverflowError, TypeError):
             raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}") from None
         return text
+
+    def text_of(self, token_id: int) -> str | None:
+        """What a token adds to a text of whole characters, nothing if it is special; None where that depends on its
+        neighbours: it holds part of a character, or the vocabulary is not one of bytes.
+        """
+        if not self._joins_bytes:
+            return None
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return None if "\ufffd" in text else text
 
     def render_chat(self, messages: object, tools: object = None, add_generation_prompt: bool = True) -> str:
         """Return the chat as the text that the model reads, as Transformers' ``apply_chat_template`` does.

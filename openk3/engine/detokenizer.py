@@ -20,6 +20,10 @@ class TokenizerLike(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def text_of(self, token_id: int) -> str | None:
+        """What a token adds to a text of whole characters; None where that depends on its neighbours."""
+        ...
+
 
 class TextDecoder:
     """Decodes token by token; the pieces and `flush` together equal decoding all tokens at once.
@@ -29,7 +33,7 @@ class TextDecoder:
 
     Text depends on neighbours: some decoders drop a space at the very beginning. So the tokens since the last release
     are decoded together with those of the release before, and what those give by themselves is taken off (the method
-    of vLLM and text-generation-inference).
+    of vLLM and text-generation-inference), unless the tokenizer knows what the token adds whatever they are.
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -40,6 +44,11 @@ class TextDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token, possibly none."""
+        known = self._tokenizer.text_of(token_id) if self._released == len(self._ids) else None
+        if known is not None:
+            if known:
+                self._ids, self._released, self._released_text = [token_id], 1, known
+            return known
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         return "" if text.endswith(REPLACEMENT) else self._release(text)

@@ -15,7 +15,7 @@ from openk3.config import ModelConfig
 from openk3.kernels import step
 from openk3.kernels.integers import INT4_GROUPS, INT8, INT8_GROUPS, MOST_COLUMNS
 from openk3.kernels.linear import BIAS, BLOCK, COLUMNS, F32, FORMAT, GROUP, MINIMUM, OP_SIZE, ROWS, SCALE, WEIGHT
-from openk3.weights.formats import Int4Matrix, Int8Matrix, Matrix, embedding_rows
+from openk3.weights.formats import Int4Matrix, Int8Matrix, Matrix
 
 # The parameter behind each op, within a layer.
 _MATRICES = {
@@ -39,8 +39,10 @@ class Program:
     """The tables, and the arrays they point into.
 
     Attributes:
-        ops, norms, kinds, biases, ints, floats, head: as `openk3.kernels.step.forward` takes them.
+        ops, norms, kinds, biases, ints, floats, head: as `openk3.kernels.step.take_part` takes them.
+        embedding, embedding_multiplier: as `openk3.kernels.plan.plan` takes them.
         rotations: the distinct entries of `rope_parameters`, in the order that `kinds` refers to.
+        widest: columns of the widest matrix.
 
     Raises:
         ValueError: a matrix of integers with more columns than the kernels can add up.
@@ -71,6 +73,10 @@ class Program:
         self.biases = self._selection_biases(config, tensors)
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.head = np.array([self._op(head, tensors[head], None)], np.int64)
+        embedding = "model.embed_tokens.weight"
+        self.embedding = np.array([self._op(embedding, tensors[embedding], None)], np.int64)
+        self.embedding_multiplier = np.float32(config.embedding_multiplier)
+        self.widest = max(int(self.ops[..., COLUMNS].max()), config.hidden_size)
         self.ints = np.array(
             [
                 config.num_attention_heads,
@@ -81,17 +87,11 @@ class Program:
                 config.norm_topk_prob,
                 bool((self.ops[..., FORMAT] != F32).any() or self.head[0, FORMAT] != F32),
                 self._address(tensors["model.norm.weight"]),
+                self.widest,
             ],
             np.int64,
         )
         self.floats = np.array([config.rms_norm_eps, config.attention_scaling, config.routed_scaling_factor])
-        self._embedding = tensors["model.embed_tokens.weight"]
-        self._embedding_multiplier = np.float32(config.embedding_multiplier)
-
-    def embed(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The embeddings of tokens `[M]`, `[M, D]`."""
-        rows = embedding_rows(self._embedding, tokens)
-        return rows if self._embedding_multiplier == 1 else rows * self._embedding_multiplier
 
     @staticmethod
     def _norm_names(config: ModelConfig) -> Iterable[tuple[int, str]]:

@@ -17,22 +17,21 @@ from numpy.typing import NDArray
 
 from openk3.config import ModelConfig
 from openk3.engine.crew import Crew
-from openk3.engine.groups import LayerGroup, readable
+from openk3.engine.groups import LayerGroup
 from openk3.engine.pages import pages_for
 from openk3.engine.program import Program
 from openk3.engine.scheduler import Chunk
-from openk3.kernels import step
+from openk3.kernels import job, step
 from openk3.kernels.amx import tile_configs
-from openk3.kernels.attention import CHUNK, HEAD_DIM, PART_EXTRA, TILE_SIZE, queries_per_tile
+from openk3.kernels.attention import PART_EXTRA, TILE_SIZE, queries_per_tile
 from openk3.kernels.attention import scratch_size as attention_scratch_size
 from openk3.kernels.integers import stats_size
-from openk3.kernels.linear import BLOCK, COLUMNS, ROWS, scratch_bytes
+from openk3.kernels.linear import BLOCK, ROWS, scratch_bytes
+from openk3.kernels.plan import most_parts, plan
 from openk3.kernels.team import LINE, SLEEPS, dismiss, new_team
-from openk3.rotary import inverse_frequencies, turns
+from openk3.rotary import inverse_frequencies
 from openk3.weights.formats import Matrix, aligned
 
-# A decode step of few sequences divides each one's history into up to so many items of attention.
-_MOST_SPLITS = 8
 # Activations of so many rows are computed together by a tile; buffers are read up to a whole tile's end.
 _TILE_ROWS = 16
 
@@ -84,30 +83,29 @@ class CpuRunner:
         self._keys, self._values = np.empty(size + BLOCK, kind), np.empty(size, kind)
         places = [self._keys.ctypes.data, self._values.ctypes.data]
         self._cache = np.array([*places, num_pages, kv_heads, page_size, config.head_dim, kind == np.float16], np.int64)
-        widest = max(int(self._program.ops[..., COLUMNS].max()), config.hidden_size)
-        scratch = max(scratch_bytes(widest), 4 * attention_scratch_size(config.head_dim))
+        scratch = max(scratch_bytes(self._program.widest), 4 * attention_scratch_size(config.head_dim))
         self._scratches = aligned((self._num_threads, -(-scratch // 128) * 128), np.int8)
         self._amx = tile_configs()
-        self._frequencies = [
+        rotations = [
             inverse_frequencies(rope, config.head_dim, config.max_position_embeddings)
             for rope in self._program.rotations
         ]
-        self._job = np.zeros(step.JOB_SIZE, np.int64)
+        self._frequencies = np.array([f for f, _ in rotations], np.float32).reshape(-1, config.head_dim // 2)
+        self._factors = np.array([factor for _, factor in rotations], np.float32)
+        self._job = np.zeros(job.JOB_SIZE, np.int64)
         self._room_for = (0, 0)  # rows and partial results that there is working memory for
         self._room: dict[int, NDArray[Any]] = {}
         self._team = new_team()
+        program = self._program
+        tables = (program.ops, program.head, program.norms, program.kinds, program.biases, program.ints, program.floats)
+        self._arguments = (self._team, *tables, self._cache, self._job, self._scratches, self._amx)
         self._crew = Crew(self._num_threads)
         self._start_members()
         self._warm_up()
 
-    def _arguments(self) -> tuple[NDArray[Any], ...]:
-        program = self._program
-        tables = (program.ops, program.head, program.norms, program.kinds, program.biases, program.ints, program.floats)
-        return (self._team, *tables, self._cache, self._job, self._scratches, self._amx)
-
     def _start_members(self) -> None:
         """Start the other threads; they end when this runner is no longer used."""
-        arguments, threads = self._arguments(), self._num_threads
+        arguments, threads = self._arguments, self._num_threads
         for t in range(1, threads):
             member = threading.Thread(
                 target=step.take_part, args=(t, threads, *arguments), daemon=True, name=f"kernels-{t}"
@@ -125,41 +123,40 @@ class CpuRunner:
         Returns:
             `[number of sampling chunks, V]` in float32.
         """
-        program, size = self._program, self._page_size
-        tokens = np.array([t for c in chunks for t in c.request.tokens[c.start : c.start + c.count]], np.int64)
-        positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-        ends = np.cumsum([c.count for c in chunks])
-        last = ends[[c.samples for c in chunks]] - 1
-        tables = self._tables(chunks)
-        owner = np.repeat(np.arange(len(chunks)), [c.count for c in chunks])
-        tiles, splits, num_parts = self._tiles(chunks)
-        cos, sin = self._rotations(positions)
-        rows = int(program.head[0, ROWS])
-        logits = np.empty((len(last), -(-rows // BLOCK) * BLOCK), np.float32)
-        inputs: dict[int, NDArray[Any]] = {
-            step.X: program.embed(tokens),
-            step.COS: cos,
-            step.SIN: sin,
-            step.PAGES: np.ascontiguousarray(tables[:, owner, positions // size]),
-            step.SLOTS: positions % size,
-            step.TILES: tiles,
-            step.BLOCK_TABLES: tables,
-            step.LAST: last,
-            step.LOGITS: logits,
-        }
-        self._make_room(len(tokens), num_parts)
-        job = self._job
-        for name, array in inputs.items():
-            assert array.flags.c_contiguous
-            job[name] = array.ctypes.data
-        job[step.NUM_ROWS], job[step.NUM_LAST], job[step.LOGITS_STRIDE] = len(tokens), len(last), logits.shape[1]
-        job[step.NUM_TILES], job[step.SPLITS], job[step.NUM_PARTS] = len(tiles), splits, num_parts
-        _, job[step.NUM_TABLES], job[step.TABLE_WIDTH] = tables.shape
-        threads = self._crew.threads(len(tokens), time.monotonic())
+        program, table = self._program, self._job
+        numbers, shape = self._numbers(chunks)
+        rows = shape[0]
+        starts = [chunk.start for chunk in chunks if chunk.count == 1]
+        kv_heads = self._config.num_key_value_heads
+        self._make_room(rows, most_parts(starts, kv_heads, self._num_threads))
+        plan(
+            numbers, shape, program.embedding, program.embedding_multiplier, self._frequencies, self._factors,
+            self._cache, self._queries_per_tile, self._num_threads, table,
+        )  # fmt: skip
+        width = int(program.head[0, ROWS])
+        logits = np.empty((int(table[job.NUM_LAST]), -(-width // BLOCK) * BLOCK), np.float32)
+        table[job.LOGITS], table[job.LOGITS_STRIDE] = logits.ctypes.data, logits.shape[1]
+        threads = self._crew.threads(rows, time.monotonic())
         sleeps_before = self._sleeps()
-        step.take_part(0, threads, *self._arguments())
-        self._crew.observe(len(tokens), threads, self._sleeps() - sleeps_before, time.monotonic())
-        return logits[:, :rows]
+        step.take_part(0, threads, *self._arguments)
+        self._crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
+        return logits[:, :width]
+
+    def _numbers(self, chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], tuple[int, int, int, int]]:
+        """The chunks as `plan` takes them."""
+        lengths = [pages_for(c.start + c.count, self._page_size) for c in chunks]
+        longest = max(lengths)
+        numbers: list[int] = []
+        for c in chunks:
+            numbers += c.request.tokens[c.start : c.start + c.count]
+        rows = len(numbers)
+        for c in chunks:
+            numbers += (c.start, c.count, c.samples)
+        for group in range(self._num_groups):
+            for c, length in zip(chunks, lengths, strict=True):
+                numbers += c.request.pages[group][:length]
+                numbers += [0] * (longest - length)
+        return np.array(numbers, np.int64), (rows, len(chunks), self._num_groups, longest)
 
     def _sleeps(self) -> int:
         return int(self._team[LINE * SLEEPS])
@@ -173,62 +170,39 @@ class CpuRunner:
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         assert head_dim is not None
         choices = max(1, config.num_experts_per_tok) if (ops[:, step.ROUTER, ROWS] > 0).any() else 0
-        tile = -(-rows // _TILE_ROWS) * _TILE_ROWS
+        own = max(rows, self._num_threads)  # a step of one row takes a row of each thread
+        tile = -(-own // _TILE_ROWS) * _TILE_ROWS
         quantized = (tile * max(1, choices)) + _TILE_ROWS
-        widest = max(int(ops[..., COLUMNS].max()), config.hidden_size)
+        widest = self._program.widest
         wide = rows * 2 * int(max(ops[:, step.GATE, ROWS].max(), ops[:, step.SHARED_GATE, ROWS].max()))
         wide = max(wide, rows * choices * int(ops[:, step.EXPERT_GATE_UP, ROWS].max()))
+        turns = rows * self._frequencies.size
         sizes: dict[int, tuple[int, type[np.generic]]] = {
-            step.NORMED: (rows * config.hidden_size, np.float32),
-            step.BRANCH: (rows * config.hidden_size, np.float32),
-            step.SHARED_OUT: (rows * config.hidden_size, np.float32),
-            step.QKV: (rows * (heads + 2 * kv_heads) * head_dim, np.float32),
-            step.ATTENDED: (rows * heads * head_dim, np.float32),
-            step.WIDE: (wide, np.float32),
-            step.INTEGERS: (quantized * 2 * widest, np.int8),
-            step.STATS: (quantized * stats_size(widest), np.int32),
-            step.PARTS: (num_parts * heads * (head_dim + PART_EXTRA), np.float32),
-            step.ROUTED: (rows * max(1, config.num_experts) + BLOCK, np.float32),
-            step.CHOSEN: (rows * choices, np.int64),
-            step.CHOICE_WEIGHTS: (rows * choices, np.float32),
-            step.PLACES: (rows * choices, np.int64),
-            step.GROUPS: (3 * (1 + rows * choices), np.int64),
-            step.STARTS: (max(1, config.num_experts), np.int64),
-            step.GATHERED: (rows * choices * config.hidden_size, np.float32),
+            job.X: (own * config.hidden_size, np.float32),
+            job.COS: (turns, np.float32),
+            job.SIN: (turns, np.float32),
+            job.PAGES: (self._num_groups * rows, np.int64),
+            job.SLOTS: (rows, np.int64),
+            job.TILES: (rows * TILE_SIZE, np.int64),
+            job.LAST: (rows, np.int64),
+            job.NORMED: (own * config.hidden_size, np.float32),
+            job.BRANCH: (rows * config.hidden_size, np.float32),
+            job.SHARED_OUT: (rows * config.hidden_size, np.float32),
+            job.QKV: (rows * (heads + 2 * kv_heads) * head_dim, np.float32),
+            job.ATTENDED: (rows * heads * head_dim, np.float32),
+            job.WIDE: (wide, np.float32),
+            job.GATED: (max(own * widest, wide // 2), np.float32),
+            job.INTEGERS: (quantized * 2 * widest, np.int8),
+            job.STATS: (quantized * stats_size(widest), np.int32),
+            job.PARTS: (num_parts * heads * (head_dim + PART_EXTRA), np.float32),
+            job.ROUTED: (rows * max(1, config.num_experts) + BLOCK, np.float32),
+            job.CHOSEN: (rows * choices, np.int64),
+            job.CHOICE_WEIGHTS: (rows * choices, np.float32),
+            job.PLACES: (rows * choices, np.int64),
+            job.GROUPS: (3 * (1 + rows * choices), np.int64),
+            job.STARTS: (max(1, config.num_experts), np.int64),
+            job.GATHERED: (rows * choices * config.hidden_size, np.float32),
         }
         for name, (size, kind) in sizes.items():
             self._room[name] = aligned((max(size, 1),), kind)
             self._job[name] = self._room[name].ctypes.data
-
-    def _tables(self, chunks: Sequence[Chunk]) -> NDArray[np.int64]:
-        """The block tables of the chunks' requests, padded to the longest: `[groups, chunks, pages]`."""
-        lengths = [pages_for(c.start + c.count, self._page_size) for c in chunks]
-        tables = np.zeros((self._num_groups, len(chunks), max(lengths)), np.int64)
-        for group, group_tables in enumerate(tables):
-            for table, chunk, length in zip(group_tables, chunks, lengths, strict=True):
-                table[:length] = readable(chunk.request.pages[group][:length])
-        return tables
-
-    def _rotations(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines, `[rotations, M, K / 2]`."""
-        shape = (len(self._frequencies), len(positions), int(self._cache[HEAD_DIM]) // 2)
-        cos, sin = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        for i, (frequencies, factor) in enumerate(self._frequencies):
-            cos[i], sin[i] = turns(frequencies, factor, positions)
-        return cos, sin
-
-    def _tiles(self, chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], int, int]:
-        """The tiles of attention, the items that single queries are divided into, and their partial results."""
-        tiles = np.empty((sum(-(-c.count // self._queries_per_tile) for c in chunks), TILE_SIZE), np.int64)
-        few = len(tiles) * self._config.num_key_value_heads < 8 * self._num_threads
-        row = number = num_parts = splits = 0
-        for table, chunk in enumerate(chunks):
-            for done in range(0, chunk.count, self._queries_per_tile):
-                queries, part = min(self._queries_per_tile, chunk.count - done), -1
-                pieces = (chunk.start + done) // CHUNK + 1
-                if chunk.count == 1 and few and pieces > 1:
-                    part, num_parts, splits = num_parts, num_parts + pieces, max(splits, min(pieces, _MOST_SPLITS))
-                tiles[number] = (row + done, queries, chunk.start + done, table, part)
-                number += 1
-            row += chunk.count
-        return tiles, max(splits, 1), num_parts

@@ -12,6 +12,7 @@ Shapes: V vocab_size.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -36,12 +37,14 @@ def sample_token(
     Raises:
         FloatingPointError: the best logit is not a finite number.
     """
-    best = logits_V.max()  # NaN if any logit is
-    if not np.isfinite(best):
-        raise FloatingPointError(f"the model returned a logit of {best}: the weights or the input are broken")
     scores_V = adjust(logits_V, params, tokens, num_prompt)
+    token = int(scores_V.argmax())  # the first NaN if there is any
+    if not math.isfinite(scores_V[token]):
+        raise FloatingPointError(
+            f"the model returned a logit of {scores_V[token]}: the weights or the input are broken"
+        )
     if params.temperature == 0:
-        return int(scores_V.argmax())
+        return token
     return draw(distribution(scores_V, params), uniform(seed, len(tokens)))
 
 

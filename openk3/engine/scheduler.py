@@ -119,6 +119,8 @@ class Scheduler:
         request, size = chunk.request, self._pool.page_size
         before, after = request.num_computed, request.num_computed + chunk.count
         request.num_computed = after
+        if before // size == after // size:  # no page was filled, and none fell behind a window
+            return
         filled = slice(before // size, after // size)
         if self._prefix_caching:
             extend_page_hashes(request.page_hashes, request.tokens, size, filled.stop)
@@ -134,6 +136,8 @@ class Scheduler:
         """Get the pages that a running request lacks for so many tokens, from whoever ranks last; False if that is
         itself."""
         pages = pages_for(num_tokens, self._pool.page_size)
+        if all(len(table) >= pages for table in request.pages):
+            return True
         while sum(max(0, pages - len(table)) for table in request.pages) > self._pool.num_available:
             victim = self.running[-1]
             self._preempt(victim, step)

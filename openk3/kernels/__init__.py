@@ -36,7 +36,8 @@ def _import_kernels() -> None:
     kind = describe().replace(" ", "-").lower()  # Numba knows the CPU, but not whether the system permits AMX
     config.CACHE_DIR = str(place / f"{source_digest(here.glob('*.py'))}-{kind}")
     try:
-        import_module("openk3.kernels.step")
+        for name in ("step", "plan"):
+            import_module(f"openk3.kernels.{name}")
     finally:
         config.CACHE_DIR = before
 

@@ -46,6 +46,12 @@ def quantize_rows(x, columns, first, end, q, stats):
         quantize_row(x[m].ctypes.data, columns, q + 2 * columns * m, stats + 4 * size * m)
 
 
+@njit(**SERIAL)
+def integers_of(q, stats, columns, m):
+    """The addresses of row m's integers and stats, where rows have up to `columns` columns."""
+    return q + 2 * columns * m, stats + 4 * _stats_size(columns) * m
+
+
 def _make_tiles(kind: int) -> Any:
     """One block and all rows of activations, in tiles of up to TOKEN_TILES[-1] of them."""
     tiles = [integers._make_tile(kind, tokens) for tokens in TOKEN_TILES]

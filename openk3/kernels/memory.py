@@ -21,7 +21,13 @@ def _make_pointer(element: Any) -> Any:
     return pointer
 
 
-_pointer_f32, _pointer_i64 = _make_pointer(types.float32), _make_pointer(types.int64)
+_pointer_f32, _pointer_i64, _pointer_u8 = map(_make_pointer, (types.float32, types.int64, types.uint8))
+
+
+@njit(inline="always")
+def u8_at(address, size):
+    """`size` bytes at `address`."""
+    return carray(_pointer_u8(address), (size,))
 
 
 @njit(inline="always")

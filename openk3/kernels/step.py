@@ -1,9 +1,9 @@
 """One whole step of the model in compiled code: from embedded tokens to logits, over the paged cache.
 
 The model comes as tables of numbers (`openk3.engine.program` fills them in): per layer its matrices as ops, its norms
-as addresses, its kind. A step comes as another table, the *job*: its sizes, and the addresses of its inputs and of the
-room it works in. So one compiled function runs every family, and all threads of the team run it together; `meet` ends a
-phase.
+as addresses, its kind. A step comes as another table (`openk3.kernels.job`). So one compiled function runs every
+family, and all threads of the team run it together; `meet` ends a phase. Where a step has one row, each thread computes
+by itself, in memory of its own, what happens to that row alone: waiting for another thread takes longer.
 
 Shapes: M rows (tokens of the step), S rows whose logits are wanted, D hidden_size, H query heads, G key/value heads, K
 head_dim, R = K / 2, F intermediate_size, L layers, E experts, C chosen experts of a row.
@@ -15,7 +15,43 @@ import numpy as np
 from numba import njit
 
 from openk3.kernels.attention import HEAD_DIM, KV_HEADS, PART_EXTRA, TILE_SIZE, attention, join_parts
-from openk3.kernels.linear import COLUMNS, ROWS, linear, linear_of_experts, quantize_rows
+from openk3.kernels.job import (
+    ATTENDED,
+    BLOCK_TABLES,
+    BRANCH,
+    CHOICE_WEIGHTS,
+    CHOSEN,
+    COS,
+    GATED,
+    GATHERED,
+    GROUPS,
+    INTEGERS,
+    LAST,
+    LOGITS,
+    LOGITS_STRIDE,
+    NORMED,
+    NUM_LAST,
+    NUM_PARTS,
+    NUM_ROWS,
+    NUM_TABLES,
+    NUM_TILES,
+    PAGES,
+    PARTS,
+    PLACES,
+    QKV,
+    ROUTED,
+    SHARED_OUT,
+    SIN,
+    SLOTS,
+    SPLITS,
+    STARTS,
+    STATS,
+    TABLE_WIDTH,
+    TILES,
+    WIDE,
+    X,
+)
+from openk3.kernels.linear import COLUMNS, ROWS, integers_of, linear, linear_of_experts, quantize_rows
 from openk3.kernels.memory import f32_cube_at, f32_rows_at, i64_rows_at
 from openk3.kernels.rows import choose_experts, rms_norm, shape_heads
 from openk3.kernels.team import ENTRY, SERIAL, call_members, meet, wait_for_job
@@ -35,81 +71,61 @@ NUM_NORMS = 6
 WINDOW, ROTATION, SPARSE, SHARED, TABLES, PAGE_PART = range(6)
 NUM_KINDS = 6
 # Integers of the whole model.
-HEADS, SANDWICH, GELU, EXPERTS_PER_TOKEN, SOFTMAX, RENORMALISE, QUANTIZED, FINAL_NORM = range(8)
+HEADS, SANDWICH, GELU, EXPERTS_PER_TOKEN, SOFTMAX, RENORMALISE, QUANTIZED, FINAL_NORM, WIDEST = range(9)
 # Floats of the whole model.
 EPS, SCALE, ROUTED_SCALE = range(3)
-# A job: sizes, then addresses. TILES are as of `attention`; PAGES and SLOTS tell where each row's key and value go, per
-# set of block tables; LAST names the rows whose logits are wanted.
-(
-    NUM_ROWS,
-    NUM_LAST,
-    NUM_TILES,
-    NUM_TABLES,
-    TABLE_WIDTH,
-    SPLITS,
-    NUM_PARTS,
-    X,
-    COS,
-    SIN,
-    PAGES,
-    SLOTS,
-    TILES,
-    BLOCK_TABLES,
-    LAST,
-    LOGITS,
-    LOGITS_STRIDE,
-    NORMED,
-    BRANCH,
-    QKV,
-    ATTENDED,
-    WIDE,
-    INTEGERS,
-    STATS,
-    PARTS,
-    SHARED_OUT,
-    ROUTED,
-    CHOSEN,
-    CHOICE_WEIGHTS,
-    PLACES,
-    GROUPS,
-    GATHERED,
-    STARTS,
-) = range(33)
-JOB_SIZE = 33
 
 
 @njit(**SERIAL)
-def _add(x, branch, first, end):
+def _meet_for_rows(team, threads, rows):
+    """The end of a phase that works on rows by themselves."""
+    if rows > 1:
+        meet(team, threads)
+
+
+@njit(**SERIAL)
+def _share(t, threads, rows):
+    """The rows that this thread works on in such a phase."""
+    return (0, rows) if rows == 1 else (rows * t // threads, rows * (t + 1) // threads)
+
+
+@njit(**SERIAL)
+def _add(x, branch, norm, eps, h, first, end):
+    """Add a branch, normalised where there is a norm, to the residual stream; `h` is overwritten."""
+    if norm != 0:
+        rms_norm(branch, norm, eps, h, first, end)
     for m in range(first, end):
+        added = h[m] if norm != 0 else branch[m]
         for i in range(x.shape[1]):
-            x[m, i] += branch[m, i]
+            x[m, i] += added[i]
 
 
 @njit(**SERIAL)
-def _gate(wide, gelu, first, end):
-    """Replace the first half of each row `[gate | up]` by act(gate) * up; F is a multiple of 16."""
+def _gate(wide, gelu, out, first, end):
+    """act(gate) * up of rows `[gate | up]`; F is a multiple of 16."""
     width = wide.shape[1] // 2
     for m in range(first, end):
         at = wide[m].ctypes.data
         if gelu:
-            gelu_times(at, at + 4 * width, width)
+            gelu_times(at, at + 4 * width, out[m].ctypes.data, width)
         else:
-            silu_times(at, at + 4 * width, width)
+            silu_times(at, at + 4 * width, out[m].ctypes.data, width)
 
 
 @njit(**SERIAL)
-def _mlp(t, threads, team, ops, gate, h, out, ints, job, scratch, config):
+def _mlp(t, threads, team, ops, gate, h, q, stats, out, ints, job, scratch, config):
     """The dense network (or shared expert) whose three ops begin at `gate`, on rows that are quantized already."""
-    M, q, stats = h.shape[0], job[INTEGERS], job[STATS]
-    first, end = M * t // threads, M * (t + 1) // threads
-    wide = f32_rows_at(job[WIDE], M, 2 * ops[gate, ROWS])
+    M, F = h.shape[0], ops[gate, ROWS]
+    first, end = _share(t, threads, M)
+    wide = f32_rows_at(job[WIDE], M, 2 * F)
+    gated = f32_rows_at(job[GATED] + (4 * ints[WIDEST] * t if M == 1 else 0), M, F)
     linear(team, threads, ops[gate : gate + 2], h, q, stats, wide, scratch, config)
     meet(team, threads)
-    _gate(wide, ints[GELU] != 0, first, end)
+    _gate(wide, ints[GELU] != 0, gated, first, end)
     if ints[QUANTIZED]:
-        quantize_rows(wide, ops[gate, ROWS], first, end, q, stats)
-    meet(team, threads)
-    linear(team, threads, ops[gate + 2 : gate + 3], wide, q, stats, out, scratch, config)
+        quantize_rows(gated, F, first, end, q, stats)
+    _meet_for_rows(team, threads, M)
+    linear(team, threads, ops[gate + 2 : gate + 3], gated, q, stats, out, scratch, config)
     meet(team, threads)
 
 
@@ -142,15 +158,15 @@ def _group_by_expert(chosen, places, groups, starts):
 
 
 @njit(**SERIAL)
-def _experts(t, threads, team, ops, h, out, bias, ints, floats, job, scratch, config):
-    """The routed experts' weighted sum of each row of `h`, into `out`."""
+def _experts(t, threads, team, ops, h, h_q, h_stats, out, bias, ints, floats, job, scratch, config):
+    """The routed experts' weighted sum of each row of `h`, which `h_q` and `h_stats` hold quantized, into `out`."""
     M, D, E, C = h.shape[0], h.shape[1], ops[ROUTER, ROWS], ints[EXPERTS_PER_TOKEN]
     first, end = M * t // threads, M * (t + 1) // threads
     q, stats = job[INTEGERS], job[STATS]
     logits = f32_rows_at(job[ROUTED], M, E)
     chosen, places = i64_rows_at(job[CHOSEN], M, C), i64_rows_at(job[PLACES], M, C)
     weights, groups = f32_rows_at(job[CHOICE_WEIGHTS], M, C), i64_rows_at(job[GROUPS], 1 + M * C, 3)
-    linear(team, threads, ops[ROUTER : ROUTER + 1], h, q, stats, logits, scratch, config)
+    linear(team, threads, ops[ROUTER : ROUTER + 1], h, h_q, h_stats, logits, scratch, config)
     meet(team, threads)
     softmax, renormalise, scale = ints[SOFTMAX] != 0, ints[RENORMALISE] != 0, np.float32(floats[ROUTED_SCALE])
     mine = slice(first, end)
@@ -159,7 +175,9 @@ def _experts(t, threads, team, ops, h, out, bias, ints, floats, job, scratch, co
     if t == 0:
         _group_by_expert(chosen, places, groups, i64_rows_at(job[STARTS], 1, E)[0])
     meet(team, threads)
-    gathered, wide = f32_rows_at(job[GATHERED], M * C, D), f32_rows_at(job[WIDE], M * C, ops[EXPERT_GATE_UP, ROWS])
+    F = ops[EXPERT_DOWN, COLUMNS]
+    gathered = f32_rows_at(job[GATHERED], M * C, D)
+    wide, gated = f32_rows_at(job[WIDE], M * C, 2 * F), f32_rows_at(job[GATED], M * C, F)
     for m in range(first, end):
         for c in range(C):
             place = places[m, c]
@@ -171,11 +189,11 @@ def _experts(t, threads, team, ops, h, out, bias, ints, floats, job, scratch, co
     linear_of_experts(team, threads, ops[EXPERT_GATE_UP], groups, gathered, q, stats, wide, scratch, config)
     meet(team, threads)
     first_choice, end_choice = M * C * t // threads, M * C * (t + 1) // threads
-    _gate(wide, ints[GELU] != 0, first_choice, end_choice)
+    _gate(wide, ints[GELU] != 0, gated, first_choice, end_choice)
     if ints[QUANTIZED]:
-        quantize_rows(wide, ops[EXPERT_DOWN, COLUMNS], first_choice, end_choice, q, stats)
+        quantize_rows(gated, F, first_choice, end_choice, q, stats)
     meet(team, threads)
-    linear_of_experts(team, threads, ops[EXPERT_DOWN], groups, wide, q, stats, gathered, scratch, config)
+    linear_of_experts(team, threads, ops[EXPERT_DOWN], groups, gated, q, stats, gathered, scratch, config)
     meet(team, threads)
     for m in range(first, end):
         out[m] = 0
@@ -212,24 +230,27 @@ def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, c
             if number < 0:
                 return
         M, H, G, K, D = job[NUM_ROWS], ints[HEADS], cache[KV_HEADS], cache[HEAD_DIM], ops[0, QUERY, COLUMNS]
-        x, h, branch = f32_rows_at(job[X], M, D), f32_rows_at(job[NORMED], M, D), f32_rows_at(job[BRANCH], M, D)
+        own = t if M == 1 else 0
+        x, h = f32_rows_at(job[X] + 4 * D * own, M, D), f32_rows_at(job[NORMED] + 4 * D * own, M, D)
+        q, stats = integers_of(job[INTEGERS], job[STATS], ints[WIDEST], own)
+        branch, shared = f32_rows_at(job[BRANCH], M, D), f32_rows_at(job[SHARED_OUT], M, D)
         qkv, attended = f32_rows_at(job[QKV], M, (H + 2 * G) * K), f32_rows_at(job[ATTENDED], M, H * K)
         tiles = i64_rows_at(job[TILES], job[NUM_TILES], TILE_SIZE)
         parts = f32_cube_at(job[PARTS], job[NUM_PARTS], H, K + PART_EXTRA)
         scratch, floats_scratch = scratches[t], scratches[t].view(np.float32)
-        q, stats, eps, quantized = job[INTEGERS], job[STATS], floats[EPS], ints[QUANTIZED] != 0
-        first, end = M * t // threads, M * (t + 1) // threads
+        eps, quantized = floats[EPS], ints[QUANTIZED] != 0
+        first, end = _share(t, threads, M)
         heads = M * (H + 2 * G)
         first_head, end_head = heads * t // threads, heads * (t + 1) // threads
         scale = np.float32(floats[SCALE])
+        if own > 0:
+            x[0] = f32_rows_at(job[X], 1, D)[0]
         for layer in range(ops.shape[0]):
             op, norm, kind = ops[layer], norms[layer], kinds[layer]
-            if layer > 0:
-                _add(x, branch, first, end)
             rms_norm(x, norm[NORM_INPUT], eps, h, first, end)
             if quantized:
                 quantize_rows(h, D, first, end, q, stats)
-            meet(team, threads)
+            _meet_for_rows(team, threads, M)
             linear(team, threads, op[QUERY : VALUE + 1], h, q, stats, qkv, scratch, config)
             meet(team, threads)
             turn, tables = max(kind[ROTATION], 0), kind[TABLES]
@@ -255,39 +276,37 @@ def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, c
                 meet(team, threads)
             if quantized:
                 quantize_rows(attended, H * K, first, end, q, stats)
-                meet(team, threads)
+                _meet_for_rows(team, threads, M)
             linear(team, threads, op[OUTPUT : OUTPUT + 1], attended, q, stats, branch, scratch, config)
             meet(team, threads)
-            if ints[SANDWICH]:
-                rms_norm(branch, norm[NORM_POST_ATTENTION], eps, branch, first, end)
-            _add(x, branch, first, end)
+            _add(x, branch, norm[NORM_POST_ATTENTION] if ints[SANDWICH] else 0, eps, h, first, end)
             before = norm[NORM_PRE_FEEDFORWARD] if ints[SANDWICH] else norm[NORM_POST_ATTENTION]
             rms_norm(x, before, eps, h, first, end)
             if quantized:
                 quantize_rows(h, D, first, end, q, stats)
-            meet(team, threads)
+            _meet_for_rows(team, threads, M)
             if not kind[SPARSE]:
-                _mlp(t, threads, team, op, np.int64(GATE), h, branch, ints, job, scratch, config)
+                _mlp(t, threads, team, op, np.int64(GATE), h, q, stats, branch, ints, job, scratch, config)
             else:
-                shared = f32_rows_at(job[SHARED_OUT], M, D)
                 if kind[SHARED]:
-                    _mlp(t, threads, team, op, np.int64(SHARED_GATE), h, shared, ints, job, scratch, config)
-                _experts(t, threads, team, op, h, branch, biases[layer], ints, floats, job, scratch, config)
+                    _mlp(t, threads, team, op, np.int64(SHARED_GATE), h, q, stats, shared, ints, job, scratch, config)
+                _experts(
+                    t, threads, team, op, h, q, stats, branch, biases[layer], ints, floats, job, scratch, config
+                )  # fmt: skip
                 if kind[SHARED]:
-                    _add(branch, shared, first, end)
-            if ints[SANDWICH]:
-                rms_norm(branch, norm[NORM_POST_FEEDFORWARD], eps, branch, first, end)
+                    first_own, end_own = M * t // threads, M * (t + 1) // threads
+                    branch[first_own:end_own] += shared[first_own:end_own]
+                    meet(team, threads)
+            _add(x, branch, norm[NORM_POST_FEEDFORWARD], eps, h, first, end)
         S = job[NUM_LAST]
         last = i64_rows_at(job[LAST], 1, S)[0]
-        meet(team, threads)
-        if t == 0:
+        _meet_for_rows(team, threads, M)
+        if t == 0 or M == 1:
             for s in range(S):
-                for i in range(D):
-                    h[s, i] = x[last[s], i] + branch[last[s], i]
-            rms_norm(h, ints[FINAL_NORM], eps, h, 0, S)
+                rms_norm(x[last[s] : last[s] + 1], ints[FINAL_NORM], eps, h[s : s + 1], 0, 1)
             if quantized:
                 quantize_rows(h, D, 0, S, q, stats)
-        meet(team, threads)
+        _meet_for_rows(team, threads, M)
         if S > 0:
             logits = f32_rows_at(job[LOGITS], S, job[LOGITS_STRIDE])
             linear(team, threads, head, h[:S], q, stats, logits, scratch, config)

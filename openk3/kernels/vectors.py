@@ -196,26 +196,26 @@ def exponentiate(
 
 
 def _make_gate(logit: Callable[[ir.IRBuilder, ir.Value], ir.Value]) -> Any:
-    """An intrinsic `gate(gate, up, count)` that replaces `count` floats (a multiple of 16) by act(gate) * up.
+    """An intrinsic `gate(gate, up, out, count)`: act(gate) * up of `count` floats (a multiple of 16).
 
     `act(x)` is `x * sigmoid(logit(x))`, which is SiLU for x itself and GELU's tanh form for a cubic in x.
     """
 
     @intrinsic
-    def gate(typingctx: Any, gate: Any, up: Any, count: Any) -> tuple[Any, Callable[..., Any]]:
+    def gate(typingctx: Any, gate: Any, up: Any, out: Any, count: Any) -> tuple[Any, Callable[..., Any]]:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            gate_address, up_address, n = args
+            gate_address, up_address, out_address, n = args
             with cgutils.for_range(builder, builder.udiv(n, I64(LANES)), intp=I64) as loop:
                 offset = times(builder, loop.index, 4 * LANES)
-                at = plus(builder, gate_address, offset)
-                x = load(builder, at, VEC, 4)
+                x = load(builder, plus(builder, gate_address, offset), VEC, 4)
+                up = load(builder, plus(builder, up_address, offset), VEC, 4)
                 # Where e**-x would overflow the quotient is 0 to float32 anyway.
                 power = exp(builder, _minimum(builder, builder.fneg(logit(builder, x)), 87.0))
                 active = builder.fdiv(x, builder.fadd(power, constant(1.0)))
-                store(builder, builder.fmul(active, load(builder, plus(builder, up_address, offset), VEC, 4)), at, 4)
+                store(builder, builder.fmul(active, up), plus(builder, out_address, offset), 4)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64), codegen
+        return types.void(*[types.int64] * 4), codegen
 
     return gate
 

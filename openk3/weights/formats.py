@@ -241,26 +241,6 @@ def dequantize(matrix: Matrix) -> Floats:
     return _scaled(*unpack(matrix)) if isinstance(matrix, Int8Matrix | Int4Matrix) else matrix
 
 
-def embedding_rows(matrix: Matrix, tokens: NDArray[np.integer[Any]]) -> Floats:
-    """Some rows of a matrix `[N, K]`, as float32 `[M, K]`.
-
-    Args:
-        tokens: M row numbers.
-    """
-    if not isinstance(matrix, Int8Matrix | Int4Matrix):
-        return matrix[tokens]
-    block, row = np.divmod(tokens, BLOCK)
-    values = matrix.values[block, :, row]
-    if isinstance(matrix, Int8Matrix):
-        grouped = matrix.group_size is not None
-        scale = matrix.scale[block, :, row] if grouped else matrix.scale[tokens]
-        return _scaled(values.reshape(tokens.size, matrix.columns), scale)
-    halves = np.stack([values & np.uint8(15), values >> np.uint8(4)], axis=2)
-    return _scaled(
-        halves.reshape(tokens.size, matrix.columns), matrix.scale[block, :, row], matrix.minimum[block, :, row]
-    )
-
-
 def _scaled(q: NDArray[Any], scale: NDArray[Any], minimum: Halves | None = None) -> Floats:
     """Natural arrays to float32. With float16 scales every product is exact: 11 and 4, or 11 and 8, bits of 24."""
     if scale.ndim < q.ndim:
