@@ -105,6 +105,7 @@ def busy_processes(count: int) -> Iterator[None]:
             stack.callback(process.kill)
         time.sleep(0.5 * bool(count))
         yield
+    time.sleep(5 * bool(count))  # longer than the engine may go on computing with one thread
 
 
 def decode_speed(llm: LLM, new_tokens: int, rng: np.random.Generator) -> float:

@@ -19,7 +19,7 @@ from openk3.engine.runner_cpu import CpuRunner
 from openk3.engine.scheduler import Chunk
 from openk3.kernels import job
 from openk3.kernels.attention import CHUNK, TILE_SIZE
-from openk3.kernels.plan import ITEMS_WANTED, MOST_SPLITS, embed, most_parts, plan
+from openk3.kernels.plan import ITEMS_WANTED, MOST_SPLITS, embed
 from openk3.rotary import inverse_frequencies, turns
 from openk3.weights.formats import dequantize, pack_int8, quantize_int4, quantize_int8
 from openk3.weights.loaded import LoadedModel
@@ -67,7 +67,7 @@ class Sequence:
 
 def sequence(num_tokens: int, given_back: int = 0) -> Any:
     pages = -(-num_tokens // PAGE)
-    tables = [RNG.permutation(600)[:pages].tolist() for _ in range(2)]
+    tables = [RNG.permutation(1000)[:pages].tolist() for _ in range(2)]
     tables[1][:given_back] = [GIVEN_BACK] * given_back
     return Sequence(random_tokens(num_tokens), tables)
 
@@ -78,6 +78,7 @@ STEPS = {
     "two replies": [(40, 1, 3, True), (2 * CHUNK, 1, 0, True)],
     "reply and prompt": [(CHUNK + 1, 1, 2, True), (8, 30, 0, False)],
     "two prompts": [(0, 33, 0, True), (CHUNK, 7, 5, True)],
+    "replies and the end of a prompt": [(7, 1, 0, True), (9, 1, 0, True), (15 * CHUNK, 6, 1, True)],
     "many replies": [(17 * i + CHUNK, 1, i % 3, True) for i in range(20)],
     "nobody samples": [(5, 1, 0, False)],
 }
@@ -88,16 +89,12 @@ def test_plan(name: str) -> None:
     chunks = [Chunk(sequence(s + n, back), s, n, samples) for s, n, back, samples in STEPS[name]]
     model = LoadedModel.from_torch(small_model())
     layers = [LayerGroup((0,), None), LayerGroup((1,), 8)]
-    runner = CpuRunner(model.config, model.tensors, layers, 600, PAGE, kv_format="float32", num_threads=2)
+    runner = CpuRunner(model.config, model.tensors, layers, 1000, PAGE, kv_format="float32", num_threads=2)
     numbers, shape = runner._numbers(chunks)
-    starts = [c.start for c in chunks if c.count == 1]
     config, tile, threads = model.config, runner._queries_per_tile, 2
-    runner._make_room(shape[0], most_parts(starts, config.num_key_value_heads, threads))
+    runner._make_room(shape[0], 0)
     program, table = runner._program, runner._job
-    plan(
-        numbers, shape, program.embedding, program.embedding_multiplier, runner._frequencies, runner._factors,
-        runner._cache, tile, threads, table,
-    )  # fmt: skip
+    num_parts = runner._plan(numbers, shape)
 
     M, S, W = shape[0], sum(c.samples for c in chunks), shape[3]
     positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
@@ -127,25 +124,26 @@ def test_plan(name: str) -> None:
         for address, expected in zip((job.COS, job.SIN), wanted, strict=True):
             found = room(address, np.float32, len(program.rotations), *expected.shape)[i]
             assert np.allclose(found, expected, atol=2e-7, rtol=0)
-    tiles, splits, num_parts = naive_tiles(chunks, tile, config.num_key_value_heads, threads)
+    tiles, splits, expected_parts = naive_tiles(chunks, tile, config.num_key_value_heads, threads)
     assert np.array_equal(room(job.TILES, np.int64, table[job.NUM_TILES], TILE_SIZE), tiles)
-    assert (table[job.SPLITS], table[job.NUM_PARTS]) == (splits, num_parts)
-    assert num_parts <= most_parts(starts, config.num_key_value_heads, threads)
+    assert (table[job.SPLITS], table[job.NUM_PARTS], num_parts) == (splits, expected_parts, expected_parts)
 
 
 def naive_tiles(chunks: list[Chunk], tile: int, kv_heads: int, threads: int) -> tuple[list[Any], int, int]:
-    """The tiles of attention, the items that single queries are divided into, and their partial results."""
+    """The tiles of attention, the items that large ones are divided into, and their partial results."""
     rows = np.cumsum([0, *[c.count for c in chunks]])
-    places = [(n, c, done) for n, c in enumerate(chunks) for done in range(0, c.count, tile)]
-    few = len(places) * kv_heads < ITEMS_WANTED * threads
+    places = [
+        (n, c.start + done, done, min(tile, c.count - done))
+        for n, c in enumerate(chunks)
+        for done in range(0, c.count, tile)
+    ]
+    pieces = [(start + queries - 1) // CHUNK + 1 for _, start, _, queries in places]
     tiles, splits, parts = [], 1, 0
-    for number, chunk, done in places:
-        pieces = (chunk.start + done) // CHUNK + 1
-        split = few and chunk.count == 1 and pieces > 1
-        start = chunk.start + done
-        tiles.append([rows[number] + done, min(tile, chunk.count - done), start, number, parts if split else -1])
+    for (number, start, done, queries), count in zip(places, pieces, strict=True):
+        split = count > 1 and count / (kv_heads * sum(pieces)) > 1 / (ITEMS_WANTED * threads)
+        tiles.append([rows[number] + done, queries, start, number, parts if split else -1])
         if split:
-            parts, splits = parts + pieces, max(splits, min(pieces, MOST_SPLITS))
+            parts, splits = parts + count * queries, max(splits, min(count, MOST_SPLITS))
     return tiles, splits, parts
 
 
@@ -156,11 +154,8 @@ def test_rotations_stay_exact_at_a_million_positions() -> None:
     position = 1_000_003
     request = SimpleNamespace(tokens=[0] * (position + 1), pages=[[0] * (position // PAGE + 1)])
     numbers, shape = runner._numbers([Chunk(request, position, 1, True)])  # type: ignore[arg-type]
-    runner._make_room(1, most_parts([position], model.config.num_key_value_heads, 1))
-    plan(
-        numbers, shape, runner._program.embedding, np.float32(1), runner._frequencies, runner._factors,
-        runner._cache, 1, 1, runner._job,
-    )  # fmt: skip
+    runner._make_room(1, 0)
+    runner._plan(numbers, shape)
     rope = runner._program.rotations[0]
     frequencies, factor = inverse_frequencies(rope, model.config.head_dim or 0, model.config.max_position_embeddings)
     cos, _ = turns(frequencies, factor, np.array([position]))

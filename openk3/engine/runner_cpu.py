@@ -27,7 +27,7 @@ from openk3.kernels.attention import PART_EXTRA, TILE_SIZE, queries_per_tile
 from openk3.kernels.attention import scratch_size as attention_scratch_size
 from openk3.kernels.integers import stats_size
 from openk3.kernels.linear import BLOCK, ROWS, scratch_bytes
-from openk3.kernels.plan import most_parts, plan
+from openk3.kernels.plan import plan
 from openk3.kernels.team import LINE, SLEEPS, dismiss, new_team
 from openk3.rotary import inverse_frequencies
 from openk3.weights.formats import Matrix, aligned
@@ -126,13 +126,9 @@ class CpuRunner:
         program, table = self._program, self._job
         numbers, shape = self._numbers(chunks)
         rows = shape[0]
-        starts = [chunk.start for chunk in chunks if chunk.count == 1]
-        kv_heads = self._config.num_key_value_heads
-        self._make_room(rows, most_parts(starts, kv_heads, self._num_threads))
-        plan(
-            numbers, shape, program.embedding, program.embedding_multiplier, self._frequencies, self._factors,
-            self._cache, self._queries_per_tile, self._num_threads, table,
-        )  # fmt: skip
+        self._make_room(rows, 0)
+        while (num_parts := self._plan(numbers, shape)) > self._room_for[1]:
+            self._make_room(rows, num_parts)
         width = int(program.head[0, ROWS])
         logits = np.empty((int(table[job.NUM_LAST]), -(-width // BLOCK) * BLOCK), np.float32)
         table[job.LOGITS], table[job.LOGITS_STRIDE] = logits.ctypes.data, logits.shape[1]
@@ -141,6 +137,14 @@ class CpuRunner:
         step.take_part(0, threads, *self._arguments)
         self._crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
         return logits[:, :width]
+
+    def _plan(self, numbers: NDArray[np.int64], shape: tuple[int, int, int, int]) -> int:
+        program = self._program
+        num_parts: int = plan(
+            numbers, shape, program.embedding, program.embedding_multiplier, self._frequencies, self._factors,
+            self._cache, self._queries_per_tile, self._num_threads, self._job,
+        )  # fmt: skip
+        return num_parts
 
     def _numbers(self, chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], tuple[int, int, int, int]]:
         """The chunks as `plan` takes them."""

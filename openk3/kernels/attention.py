@@ -9,8 +9,8 @@ query's result has the same bits alone, in a batch, or in a prompt cut at any pl
 A page holds the keys of a head as columns, `[K, P]`, and its values as rows, `[P, K]`: both the scores of 16 keys and
 16 numbers of a result are then 16 lanes of a chain of multiply-adds.
 
-An item of work is a tile of queries with one key/value head; where the tile is a single query (decoding), its chunks
-are divided into several items, whose partial results `join_parts` puts together.
+An item of work is a tile of queries with one key/value head; where a tile is a large part of a step, its chunks are
+divided into several items, whose partial results `join_parts` puts together.
 
 Shapes: M query rows of a step, H query heads, G key/value heads, J = H / G, K head_dim (a multiple of 16), P page_size.
 """
@@ -170,6 +170,13 @@ def _join(whole, whole_best, whole_total, part, best, total):
 
 
 @njit(**SERIAL)
+def _chunks(tile, window):
+    """The first chunk that a tile's queries see, and the one behind the last."""
+    first = 0 if window == 0 else max(0, tile[POSITION] - window + 1) // CHUNK
+    return first, (tile[POSITION] + tile[QUERIES] - 1) // CHUNK + 1
+
+
+@njit(**SERIAL)
 def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, scale, splits, out, parts, scratch):
     """This thread's part of a phase; where a tile is split, `join_parts` follows in the next one.
 
@@ -179,12 +186,12 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
             `[L, pages, G, P, K]`, those numbers, and whether they are float16 instead of float32. 15 more numbers must
             be readable behind the keys.
         tiles: `[n, TILE_SIZE]` int64: first row, number of queries, first position, block table, and where among
-            `parts` the results of the first chunk go (-1 where the tile is not split).
+            `parts` the results of the first query and chunk go (-1 where the tile is not split).
         tables: `[tables, pages per sequence]` int64, the block tables.
         window: positions a query sees, itself included; 0 for all.
         splits: items that each split tile is divided into.
         out: `[M, H * K]` float32.
-        parts: `[chunks of all split tiles, H, K + PART_EXTRA]` float32.
+        parts: `[sum of chunks * queries of split tiles, H, K + PART_EXTRA]` float32, query by query for each chunk.
         scratch: this thread's, `scratch_size(K)` float32.
     """
     G, head_dim = cache[KV_HEADS], cache[HEAD_DIM]
@@ -234,13 +241,15 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
                     for i in range(head_dim):
                         out[tile[ROW] + query, head * head_dim + i] = whole[r, i] * inverse
             else:
-                number = last - first
+                first, last = _chunks(tile, window)
+                number, end = last - first, tile[POSITION] + tile[QUERIES]
                 for chunk in range(first + number * split // splits, first + number * (split + 1) // splits):
                     _attend_chunk(
                         q, rows, positions, cache, layer, g, table, chunk, end, window, scores, part, best, total
                     )  # fmt: skip
                     for r in range(rows):
-                        target = parts[tile[PART] + chunk - first, g * J + (begin + r) % J]
+                        place = tile[PART] + (chunk - first) * tile[QUERIES] + (begin + r) // J
+                        target = parts[place, g * J + (begin + r) % J]
                         target[:head_dim] = part[r]
                         target[head_dim] = best[r]
                         target[head_dim + 1] = total[r]
@@ -255,21 +264,20 @@ def join_parts(team, threads, tiles, heads, window, head_dim, parts, out):
         item = take(team, threads, 1)
         if tile[PART] < 0:
             continue
-        position = tile[POSITION]
-        first = 0 if window == 0 else max(0, position - window + 1) // CHUNK
-        number = position // CHUNK + 1 - first
-        for head in range(heads):
-            whole = out[tile[ROW], head * head_dim : (head + 1) * head_dim]
-            whole[:] = 0
-            whole_best, whole_total = np.float32(-np.inf), np.float32(0)
-            for chunk in range(number):
-                source = parts[tile[PART] + chunk, head]
-                whole_best, whole_total = _join(
-                    whole, whole_best, whole_total, source[:head_dim], source[head_dim], source[head_dim + 1]
-                )
-            inverse = np.float32(1) / whole_total
-            for i in range(head_dim):
-                whole[i] = whole[i] * inverse
+        first, last = _chunks(tile, window)
+        for query in range(tile[QUERIES]):
+            for head in range(heads):
+                whole = out[tile[ROW] + query, head * head_dim : (head + 1) * head_dim]
+                whole[:] = 0
+                whole_best, whole_total = np.float32(-np.inf), np.float32(0)
+                for chunk in range(last - first):
+                    source = parts[tile[PART] + chunk * tile[QUERIES] + query, head]
+                    whole_best, whole_total = _join(
+                        whole, whole_best, whole_total, source[:head_dim], source[head_dim], source[head_dim + 1]
+                    )
+                inverse = np.float32(1) / whole_total
+                for i in range(head_dim):
+                    whole[i] = whole[i] * inverse
 
 
 def scratch_size(head_dim: int) -> int:

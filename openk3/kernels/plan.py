@@ -9,7 +9,6 @@ longest of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,8 @@ from openk3.kernels.linear import BLOCK, COLUMNS, FORMAT, GROUP, MINIMUM, SCALE,
 from openk3.kernels.memory import f32_at, f32_rows_at, i64_rows_at, u8_at
 from openk3.kernels.team import ENTRY, SERIAL
 
-# A single query's history is divided into up to so many items of attention, where there are fewer than ITEMS_WANTED
-# for each thread.
+# A tile of attention is divided into up to so many items per key/value head, where those would be more than 1 /
+# ITEMS_WANTED of a thread's share.
 MOST_SPLITS = 8
 ITEMS_WANTED = 8
 
@@ -110,7 +109,7 @@ def _turn(position, frequencies, factor, cos, sin):
 
 @njit(**ENTRY)
 def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, tile_queries, threads, job):
-    """Fill in the job's sizes and inputs; the room for them is there.
+    """Fill in the job's sizes and inputs; the room for the inputs is there.
 
     Args:
         numbers: int64, one after the other: M tokens; for each chunk its first position, its number of tokens, and
@@ -121,6 +120,9 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
         cache: as for `attention`.
         tile_queries: consecutive queries of a tile.
         threads: among which the step is shared.
+
+    Returns:
+        partial results of attention that the step needs room for.
     """
     M, C, S, W = shape
     P, R, D = cache[PAGE_SIZE], cache[HEAD_DIM] // 2, embedding[0, COLUMNS]
@@ -130,10 +132,13 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
     last, num_tiles = i64_rows_at(job[LAST], 1, M)[0], 0
     for i in range(S * C):
         _fill_gaps(tables[i * W : (i + 1) * W])
+    whole = 0
     for c in range(C):
-        num_tiles += (chunks[3 * c + 1] + tile_queries - 1) // tile_queries
+        start, count = chunks[3 * c], chunks[3 * c + 1]
+        num_tiles += (count + tile_queries - 1) // tile_queries
+        for done in range(0, count, tile_queries):
+            whole += (start + min(done + tile_queries, count) - 1) // CHUNK + 1
     tiles = i64_rows_at(job[TILES], num_tiles, TILE_SIZE)
-    few = num_tiles * cache[KV_HEADS] < ITEMS_WANTED * threads
     row = tile = num_last = num_parts = 0
     splits = 1
     for c in range(C):
@@ -149,12 +154,13 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
                 pages[s, m] = tables[(s * C + c) * W + position // P]
             slots[m] = position % P
         for done in range(0, count, tile_queries):
-            part, pieces = -1, (start + done) // CHUNK + 1
-            if count == 1 and few and pieces > 1:
+            queries, part = min(tile_queries, count - done), -1
+            pieces = (start + done + queries - 1) // CHUNK + 1
+            if pieces > 1 and pieces * ITEMS_WANTED * threads > whole * cache[KV_HEADS]:
                 part = num_parts
-                num_parts += pieces
+                num_parts += pieces * queries
                 splits = max(splits, min(pieces, MOST_SPLITS))
-            tiles[tile, 0], tiles[tile, 1], tiles[tile, 2] = row + done, min(tile_queries, count - done), start + done
+            tiles[tile, 0], tiles[tile, 1], tiles[tile, 2] = row + done, queries, start + done
             tiles[tile, 3], tiles[tile, 4] = c, part
             tile += 1
         row += count
@@ -164,10 +170,4 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
     job[NUM_ROWS], job[NUM_LAST], job[NUM_TILES], job[NUM_PARTS] = M, num_last, num_tiles, num_parts
     job[SPLITS], job[NUM_TABLES], job[TABLE_WIDTH] = splits, C, W
     job[BLOCK_TABLES] = tables.ctypes.data
-
-
-def most_parts(starts: Sequence[int], kv_heads: int, threads: int) -> int:
-    """Partial results of attention that a step needs room for at most; `starts` are the first positions of its chunks
-    of one token."""
-    few = len(starts) * kv_heads < ITEMS_WANTED * threads
-    return sum(start // CHUNK + 1 for start in starts) if few else 0
+    return num_parts
