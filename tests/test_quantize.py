@@ -22,7 +22,7 @@ from test_families import random_theirs
 from torch import Tensor
 
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
-from openk3.weights import CheckpointError, load_model, load_weights, resolve
+from openk3.weights import CheckpointError, load_model, load_weights, resolve, store
 from openk3.weights.calibrated import quantize_calibrated
 from openk3.weights.formats import Int4Matrix, Int8Matrix, Matrix, dequantize, quantize_int4, quantize_int8
 from openk3.weights.gptq import INT4, INT8, gptq
@@ -233,10 +233,30 @@ def test_calibration_texts_that_do_not_do(tmp_path: Path) -> None:
     source = directory_of(tmp_path / "source")
     short, binary = text_file(tmp_path / "short.txt", 100), tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe" * 2000)
-    for file, message in ((short, "has 100 tokens"), (binary, "is not UTF-8 text"), (tmp_path / "none", "none")):
-        with pytest.raises((ValueError, OSError), match=message):
+    for file, message in (
+        (short, "has 100 tokens"),
+        (binary, "is not UTF-8 text"),
+        (tmp_path / "none", "there is no calibration text"),
+    ):
+        with pytest.raises(ValueError, match=message):
             quantize(str(source), calibration=file, output=tmp_path / "out", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "short.txt", "binary"}
+
+
+def test_the_default_name_keeps_the_dots(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = directory_of(tmp_path / "model-0.5b")
+    monkeypatch.chdir(tmp_path)
+    outcome = quantize(str(source), format="int8", calibration=calibration, progress=False)
+    assert outcome.directory == tmp_path / "model-0.5b-int8"
+
+
+def test_left_overs_of_another_output_stay(tmp_path: Path) -> None:
+    other, mine = tmp_path / ".making-q-int8-abcdefgh", tmp_path / ".making-q-abcdefgh"
+    other.mkdir()
+    mine.mkdir()
+    with store.new_directory(tmp_path / "q"):
+        assert other.exists()
+        assert not mine.exists()
 
 
 def test_outputs_that_are_there(tmp_path: Path, calibration: Path) -> None:

@@ -108,7 +108,10 @@ def quantize(
         raise ValueError("a calibration text changes nothing about the format exact: leave it out")
     if group_size is not None and group_size not in GROUP_SIZES:
         raise ValueError(f"the group size is {group_size}: it must be one of {', '.join(map(str, GROUP_SIZES))}")
-    final = (output or Path(f"{Path(model).stem}-{format}")).expanduser().absolute()
+    if calibration is not None and not calibration.is_file():
+        raise ValueError(f"there is no calibration text {calibration}: name a text file")
+    name = Path(model).expanduser().absolute().name.removesuffix(".gguf")
+    final = (output or Path(f"{name}-{format}")).expanduser().absolute()
     _require_free(final)
     with store.exclusive(f"quantize-{hashlib.sha256(str(final).encode()).hexdigest()[:12]}"):
         _require_free(final)

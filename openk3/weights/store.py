@@ -7,6 +7,7 @@ to the disk and renamed, so a process killed at any moment leaves nothing that c
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import shutil
@@ -24,6 +25,7 @@ from openk3.weights.errors import CheckpointError, reason
 _CONVERSION = 1
 _SPARE_BYTES = 64 * 2**20
 _TEMPORARY = ".making-"
+_RANDOM_LETTERS = 8  # that tempfile adds
 
 
 def cache_root() -> Path:
@@ -96,7 +98,7 @@ def new_directory(final: Path) -> Iterator[Path]:
 
     Call it under a lock on `final`. Left-overs of killed processes are removed first.
     """
-    for stale in _make_dir(final.parent).glob(f"{_TEMPORARY}{final.name}-*"):
+    for stale in _make_dir(final.parent).glob(f"{_TEMPORARY}{glob.escape(final.name)}-{'?' * _RANDOM_LETTERS}"):
         shutil.rmtree(stale, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{final.name}-", dir=final.parent))
     try:
