@@ -26,7 +26,6 @@ __all__ = ["EngineLoop", "Handle"]
 
 logger = logging.getLogger(__name__)
 
-_STATS_EVERY_S = 0.05  # counting costs as much as sampling a token does
 _LONGEST_SLEEP_S = 86_400.0  # a lock refuses to wait for centuries, which is how long some prefixes may be pinned
 
 
@@ -39,7 +38,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._stats, self._stats_at = engine.stats(), 0.0
+        self._stats = engine.stats()
         self._wake = threading.Condition()
         # Guarded by `_wake`:
         self._inbox: deque[Callable[[], None]] = deque()
@@ -97,7 +96,7 @@ class EngineLoop:
             self._post(lambda: self._unpin(pin_id))
 
     def stats(self) -> EngineStats:
-        """The engine after its latest step or command, or up to 50 ms of steps earlier while replies grow."""
+        """The engine after its latest step or command."""
         return self._stats
 
     @property
@@ -200,13 +199,7 @@ class EngineLoop:
         self.engine.unpin(pin_id)
 
     def _deliver(self, *deltas: Delta | None) -> None:
-        now = time.monotonic()
-        growing = bool(deltas) and all(
-            delta is not None and delta.finish_reason is None and delta.completion_tokens > 1 for delta in deltas
-        )
-        if not growing or now - self._stats_at >= _STATS_EVERY_S:
-            # First, so that a client that sees a reply begin or end sees it here too.
-            self._stats, self._stats_at = self.engine.stats(), now
+        self._stats = self.engine.stats()  # first, so that a client that sees a reply's end sees it here too
         for delta in deltas:
             if delta is None:
                 continue
