@@ -48,6 +48,7 @@ def test_truncation_follows_the_definitions(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = np.round(logits, 6)  # closer ones have the same probability
     expected = kept_naively(logits, params)
     found = distribution(logits, params)
     # Rounding may decide whether the token at the very border is in: accept it, compare the rest.
