@@ -46,7 +46,7 @@ async def some_text(replies: Replies, conversation_id: str) -> str:
 
 
 async def test_a_reply_grows_before_all_eyes_and_is_saved_with_its_cost(replies: Replies) -> None:
-    chat = replies.store.create("c", LONG.changed("max_tokens", "150")).id
+    chat = replies.store.create("c", LONG.changed("max_tokens", "1500")).id
     seen: list[Event] = []
     unsubscribe = replies.subscribe(seen.append)
     replies.subscribe(lambda event: 1 // 0)  # a page that fails must not harm the others
@@ -56,11 +56,11 @@ async def test_a_reply_grows_before_all_eyes_and_is_saved_with_its_cost(replies:
     grown = [e.reply.content for e in seen if e.reply is not None]
     assert grown and all(b.startswith(a) for a, b in zip(grown, [*grown[1:], reply.content], strict=True))
     assert reply.status == "complete" and reply.stats is not None
-    assert (reply.stats.completion_tokens, reply.stats.finish_reason) == (150, "length")
+    assert (reply.stats.completion_tokens, reply.stats.finish_reason) == (1500, "length")
     assert reply.stats.prompt_tokens and reply.stats.ttft_s and reply.stats.tokens_per_second
     same = endless_llm().chat(
         [{"role": "user", "content": "File `f.txt`:\n```\ntext\n```\n\nhello"}],
-        **LONG.changed("max_tokens", "150").sampling(),
+        **LONG.changed("max_tokens", "1500").sampling(),
     )
     assert reply.content == same.text, "what the page shows is what the model said"
     unsubscribe()
