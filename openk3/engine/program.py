@@ -15,6 +15,7 @@ from openk3.config import ModelConfig
 from openk3.kernels import step
 from openk3.kernels.integers import INT4_GROUPS, INT8, INT8_GROUPS, MOST_COLUMNS
 from openk3.kernels.linear import BIAS, BLOCK, COLUMNS, F32, FORMAT, GROUP, MINIMUM, OP_SIZE, ROWS, SCALE, WEIGHT
+from openk3.parameters import EMBEDDING, HEAD
 from openk3.weights.formats import Int4Matrix, Int8Matrix, Matrix
 
 # The parameter behind each op, within a layer.
@@ -71,10 +72,9 @@ class Program:
             self.kinds[i, step.SPARSE] = config.mlp_layer_types[i] == "sparse"
             self.kinds[i, step.SHARED] = prefix + _MATRICES[step.SHARED_GATE] in tensors
         self.biases = self._selection_biases(config, tensors)
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        head = EMBEDDING if config.tie_word_embeddings else HEAD
         self.head = np.array([self._op(head, tensors[head], None)], np.int64)
-        embedding = "model.embed_tokens.weight"
-        self.embedding = np.array([self._op(embedding, tensors[embedding], None)], np.int64)
+        self.embedding = np.array([self._op(EMBEDDING, tensors[EMBEDDING], None)], np.int64)
         self.embedding_multiplier = np.float32(config.embedding_multiplier)
         self.widest = max(int(self.ops[..., COLUMNS].max()), config.hidden_size)
         self.ints = np.array(

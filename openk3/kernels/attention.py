@@ -170,7 +170,7 @@ def _join(whole, whole_best, whole_total, part, best, total):
 
 
 @njit(**SERIAL)
-def _chunks(tile, window):
+def chunks_of(tile, window):
     """The first chunk that a tile's queries see, and the one behind the last."""
     first = 0 if window == 0 else max(0, tile[POSITION] - window + 1) // CHUNK
     return first, (tile[POSITION] + tile[QUERIES] - 1) // CHUNK + 1
@@ -213,6 +213,7 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
         if tile[PART] < 0 and split > 0:
             continue
         table, all_rows = tables[tile[TABLE]], tile[QUERIES] * J
+        (first, last), end = chunks_of(tile, window), tile[POSITION] + tile[QUERIES]
         for begin in range(0, all_rows, R):
             rows = min(R, all_rows - begin)
             for r in range(rows):
@@ -220,9 +221,6 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
                 positions[r] = tile[POSITION] + query
                 for i in range(head_dim):
                     q[r, i] = qkv[tile[ROW] + query, head * head_dim + i] * scale
-            end = positions[rows - 1] + 1
-            first = 0 if window == 0 else max(0, positions[0] - window + 1) // CHUNK
-            last = (end - 1) // CHUNK + 1
             if tile[PART] < 0:
                 whole[:rows] = 0
                 whole_best[:] = -np.inf
@@ -241,8 +239,7 @@ def attention(team, threads, qkv, heads, layer, cache, tiles, tables, window, sc
                     for i in range(head_dim):
                         out[tile[ROW] + query, head * head_dim + i] = whole[r, i] * inverse
             else:
-                first, last = _chunks(tile, window)
-                number, end = last - first, tile[POSITION] + tile[QUERIES]
+                number = last - first
                 for chunk in range(first + number * split // splits, first + number * (split + 1) // splits):
                     _attend_chunk(
                         q, rows, positions, cache, layer, g, table, chunk, end, window, scores, part, best, total
@@ -264,7 +261,7 @@ def join_parts(team, threads, tiles, heads, window, head_dim, parts, out):
         item = take(team, threads, 1)
         if tile[PART] < 0:
             continue
-        first, last = _chunks(tile, window)
+        first, last = chunks_of(tile, window)
         for query in range(tile[QUERIES]):
             for head in range(heads):
                 whole = out[tile[ROW] + query, head * head_dim : (head + 1) * head_dim]

@@ -324,7 +324,7 @@ def linear_of_experts(team, threads, op, groups, x, q, stats, out, scratch, conf
         if op[FORMAT] != F32:
             mine[SCALE] = op[SCALE] + expert * blocks * scale_bytes(op)
             mine[MINIMUM] = op[MINIMUM] + expert * blocks * scale_bytes(op)
-        q_at, stats_at = q + 2 * columns * begin, stats + 4 * _stats_size(columns) * begin
+        q_at, stats_at = integers_of(q, stats, columns, begin)
         configured = _op_blocks(
             mine, low, min(blocks, low + pace), x[begin:end], q_at, stats_at, out[begin:end], np.int64(0),
             scratch, config, configured,

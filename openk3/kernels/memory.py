@@ -7,6 +7,8 @@ from typing import Any
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from openk3.kernels.code import F16, F32, load
+
 
 def _make_pointer(element: Any) -> Any:
     """An intrinsic that turns an address into a pointer to `element`, a Numba type."""
@@ -22,6 +24,16 @@ def _make_pointer(element: Any) -> Any:
 
 
 _pointer_f32, _pointer_i64, _pointer_u8 = map(_make_pointer, (types.float32, types.int64, types.uint8))
+
+
+@intrinsic
+def half_at(typingctx: Any, address: Any) -> Any:
+    """The float16 at an address, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(load(builder, args[0], F16, 2), F32)
+
+    return types.float32(types.int64), codegen
 
 
 @njit(inline="always")

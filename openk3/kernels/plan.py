@@ -9,14 +9,22 @@ longest of them.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from openk3.kernels.attention import CHUNK, HEAD_DIM, KV_HEADS, PAGE_SIZE, TILE_SIZE
-from openk3.kernels.code import F16, F32, load
+from openk3.kernels.attention import (
+    HEAD_DIM,
+    KV_HEADS,
+    PAGE_SIZE,
+    PART,
+    POSITION,
+    QUERIES,
+    ROW,
+    TABLE,
+    TILE_SIZE,
+    chunks_of,
+)
 from openk3.kernels.integers import INT4_GROUPS, INT8
 from openk3.kernels.job import (
     BLOCK_TABLES,
@@ -35,24 +43,14 @@ from openk3.kernels.job import (
     TILES,
     X,
 )
-from openk3.kernels.linear import BLOCK, COLUMNS, FORMAT, GROUP, MINIMUM, SCALE, WEIGHT, block_bytes, scale_bytes
-from openk3.kernels.memory import f32_at, f32_rows_at, i64_rows_at, u8_at
+from openk3.kernels.linear import BLOCK, COLUMNS, F32, FORMAT, GROUP, MINIMUM, SCALE, WEIGHT, block_bytes, scale_bytes
+from openk3.kernels.memory import f32_at, f32_rows_at, half_at, i64_rows_at, u8_at
 from openk3.kernels.team import ENTRY, SERIAL
 
 # A tile of attention is divided into up to so many items per key/value head, where those would be more than 1 /
 # ITEMS_WANTED of a thread's share.
 MOST_SPLITS = 8
 ITEMS_WANTED = 8
-
-
-@intrinsic
-def _half_at(typingctx: Any, address: Any) -> Any:
-    """The float16 at an address, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(load(builder, args[0], F16, 2), F32)
-
-    return types.float32(types.int64), codegen
 
 
 @njit(**SERIAL)
@@ -64,7 +62,7 @@ def embed(op, token, multiplier, out):
         out: `[D]` float32.
     """
     D = op[COLUMNS]
-    if op[FORMAT] == 0:
+    if op[FORMAT] == F32:
         row = f32_at(op[WEIGHT] + 4 * D * token, D)
         for k in range(D):
             out[k] = row[k] * multiplier
@@ -79,11 +77,11 @@ def embed(op, token, multiplier, out):
         group = 2 * (k // op[GROUP] * BLOCK + lane)
         if four_bit:
             nibble = np.int64(values[at]) >> (4 if k % 8 >= 4 else 0) & 15
-            number = np.float32(nibble) * _half_at(scales + group) + _half_at(minima + group)
+            number = np.float32(nibble) * half_at(scales + group) + half_at(minima + group)
         elif op[FORMAT] == INT8:
             number = np.float32(np.int8(values[at])) * f32_at(scales, BLOCK)[lane]
         else:
-            number = np.float32(np.int8(values[at])) * _half_at(scales + group)
+            number = np.float32(np.int8(values[at])) * half_at(scales + group)
         out[k] = number * multiplier
 
 
@@ -129,17 +127,10 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
     tokens, chunks, tables = numbers[:M], numbers[M : M + 3 * C], numbers[M + 3 * C : M + 3 * C + S * C * W]
     x = f32_rows_at(job[X], M, D)
     pages, slots = i64_rows_at(job[PAGES], S, M), i64_rows_at(job[SLOTS], 1, M)[0]
-    last, num_tiles = i64_rows_at(job[LAST], 1, M)[0], 0
+    last, tiles = i64_rows_at(job[LAST], 1, M)[0], i64_rows_at(job[TILES], M, TILE_SIZE)
     for i in range(S * C):
         _fill_gaps(tables[i * W : (i + 1) * W])
-    whole = 0
-    for c in range(C):
-        start, count = chunks[3 * c], chunks[3 * c + 1]
-        num_tiles += (count + tile_queries - 1) // tile_queries
-        for done in range(0, count, tile_queries):
-            whole += (start + min(done + tile_queries, count) - 1) // CHUNK + 1
-    tiles = i64_rows_at(job[TILES], num_tiles, TILE_SIZE)
-    row = tile = num_last = num_parts = 0
+    row = num_tiles = num_last = num_parts = whole = 0
     splits = 1
     for c in range(C):
         start, count, samples = chunks[3 * c], chunks[3 * c + 1], chunks[3 * c + 2]
@@ -154,19 +145,21 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
                 pages[s, m] = tables[(s * C + c) * W + position // P]
             slots[m] = position % P
         for done in range(0, count, tile_queries):
-            queries, part = min(tile_queries, count - done), -1
-            pieces = (start + done + queries - 1) // CHUNK + 1
-            if pieces > 1 and pieces * ITEMS_WANTED * threads > whole * cache[KV_HEADS]:
-                part = num_parts
-                num_parts += pieces * queries
-                splits = max(splits, min(pieces, MOST_SPLITS))
-            tiles[tile, 0], tiles[tile, 1], tiles[tile, 2] = row + done, queries, start + done
-            tiles[tile, 3], tiles[tile, 4] = c, part
-            tile += 1
+            tile = tiles[num_tiles]
+            tile[ROW], tile[QUERIES] = row + done, min(tile_queries, count - done)
+            tile[POSITION], tile[TABLE], tile[PART] = start + done, c, -1
+            whole += chunks_of(tile, 0)[1]
+            num_tiles += 1
         row += count
         if samples:
             last[num_last] = row - 1
             num_last += 1
+    for i in range(num_tiles):
+        pieces = chunks_of(tiles[i], 0)[1]
+        if pieces > 1 and pieces * ITEMS_WANTED * threads > whole * cache[KV_HEADS]:
+            tiles[i, PART] = num_parts
+            num_parts += pieces * tiles[i, QUERIES]
+            splits = max(splits, min(pieces, MOST_SPLITS))
     job[NUM_ROWS], job[NUM_LAST], job[NUM_TILES], job[NUM_PARTS] = M, num_last, num_tiles, num_parts
     job[SPLITS], job[NUM_TABLES], job[TABLE_WIDTH] = splits, C, W
     job[BLOCK_TABLES] = tables.ctypes.data

@@ -84,9 +84,15 @@ def _meet_for_rows(team, threads, rows):
 
 
 @njit(**SERIAL)
+def _part(t, threads, count):
+    """The first and the end of this thread's part of `count` things."""
+    return count * t // threads, count * (t + 1) // threads
+
+
+@njit(**SERIAL)
 def _share(t, threads, rows):
     """The rows that this thread works on in such a phase."""
-    return (0, rows) if rows == 1 else (rows * t // threads, rows * (t + 1) // threads)
+    return (0, rows) if rows == 1 else _part(t, threads, rows)
 
 
 @njit(**SERIAL)
@@ -161,7 +167,7 @@ def _group_by_expert(chosen, places, groups, starts):
 def _experts(t, threads, team, ops, h, h_q, h_stats, out, bias, ints, floats, job, scratch, config):
     """The routed experts' weighted sum of each row of `h`, which `h_q` and `h_stats` hold quantized, into `out`."""
     M, D, E, C = h.shape[0], h.shape[1], ops[ROUTER, ROWS], ints[EXPERTS_PER_TOKEN]
-    first, end = M * t // threads, M * (t + 1) // threads
+    first, end = _part(t, threads, M)
     q, stats = job[INTEGERS], job[STATS]
     logits = f32_rows_at(job[ROUTED], M, E)
     chosen, places = i64_rows_at(job[CHOSEN], M, C), i64_rows_at(job[PLACES], M, C)
@@ -188,7 +194,7 @@ def _experts(t, threads, team, ops, h, h_q, h_stats, out, bias, ints, floats, jo
     groups = groups[1 : 1 + groups[0, 0]]
     linear_of_experts(team, threads, ops[EXPERT_GATE_UP], groups, gathered, q, stats, wide, scratch, config)
     meet(team, threads)
-    first_choice, end_choice = M * C * t // threads, M * C * (t + 1) // threads
+    first_choice, end_choice = _part(t, threads, M * C)
     _gate(wide, ints[GELU] != 0, gated, first_choice, end_choice)
     if ints[QUANTIZED]:
         quantize_rows(gated, F, first_choice, end_choice, q, stats)
@@ -240,8 +246,7 @@ def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, c
         scratch, floats_scratch = scratches[t], scratches[t].view(np.float32)
         eps, quantized = floats[EPS], ints[QUANTIZED] != 0
         first, end = _share(t, threads, M)
-        heads = M * (H + 2 * G)
-        first_head, end_head = heads * t // threads, heads * (t + 1) // threads
+        first_head, end_head = _part(t, threads, M * (H + 2 * G))
         scale = np.float32(floats[SCALE])
         if own > 0:
             x[0] = f32_rows_at(job[X], 1, D)[0]
@@ -294,7 +299,7 @@ def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, c
                     t, threads, team, op, h, q, stats, branch, biases[layer], ints, floats, job, scratch, config
                 )  # fmt: skip
                 if kind[SHARED]:
-                    first_own, end_own = M * t // threads, M * (t + 1) // threads
+                    first_own, end_own = _part(t, threads, M)
                     branch[first_own:end_own] += shared[first_own:end_own]
                     meet(team, threads)
             _add(x, branch, norm[NORM_POST_FEEDFORWARD], eps, h, first, end)

@@ -85,8 +85,7 @@ def quantize(
         model: as `resolve` takes it.
         format: "int8", "int4", or "exact" for the numbers of a GGUF file as they are; by default "exact" where the
             model comes in such a file, else "int4".
-        group_size: columns that share a scale in INT4, 32, 64 or 128; by default 32, and 64 where it
-            costs least.
+        group_size: columns that share a scale in INT4, 32, 64 or 128; by default 32, and 64 where it costs least.
         calibration: a text file like what the model will read; by default a text that comes with the package.
         output: the directory to make; by default named after the model, in the current one.
 
