@@ -409,11 +409,9 @@ def _fetch(name: str) -> Path:
 
 
 def _compile() -> None:
-    """Have the kernels compiled; the first time on a machine this takes a while, so it says so."""
-    from openk3.engine.compiled import are_kernels_compiled, compile_kernels
+    """Have the kernels compiled."""
+    from openk3.engine.compiled import compile_kernels
 
-    if not are_kernels_compiled():
-        typer.echo("compiling the CPU kernels for this machine, once: up to a minute ...", err=True)
     with spinner("compiling"):
         compile_kernels()
 

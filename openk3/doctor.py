@@ -185,8 +185,7 @@ def check_packages(requirements: Iterable[Requirement], pins: Mapping[str, str])
 def check_kernels(cores: int, environ: Mapping[str, str]) -> Check:
     """The compiled kernels, which run models on a CPU: their kind, their threads, and whether they are compiled yet."""
     try:
-        from openk3.engine.compiled import are_kernels_compiled
-        from openk3.kernels import describe
+        from openk3.kernels import are_compiled, describe
         from openk3.weights.registry import default_model
     except Exception as error:  # a broken installation can fail in any way
         reinstall = f"{sys.executable} -m pip install --force-reinstall numba"
@@ -197,7 +196,7 @@ def check_kernels(cores: int, environ: Mapping[str, str]) -> Check:
     found = found.replace(" 1 threads", " 1 thread")
     if threads > cores:  # threads spin while they wait for each other: too many cost a multiple, not a fraction
         return Check("kernels", "warning", f"{found} on {cores} cores is slow", f"export OMP_NUM_THREADS={cores}")
-    if not are_kernels_compiled():
+    if not are_compiled():
         found += ", not compiled yet: the first answer waits for that, up to a minute"
         return Check("kernels", "warning", found, f"k3 pull {default_model().alias}")
     if threads < cores:

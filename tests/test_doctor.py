@@ -149,10 +149,10 @@ def test_packages_of_a_checkout_that_is_not_installed() -> None:
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openk3.engine import compiled
+    from openk3 import kernels
     from openk3.kernels import describe
 
-    monkeypatch.setattr(compiled, "are_kernels_compiled", lambda: True)
+    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
     good = doctor.check_kernels(2, {"OMP_NUM_THREADS": "2"})
     assert (good.status, good.found.split(";")[0]) == (
         "ok",
@@ -163,11 +163,11 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few.found == f"{describe()}, 1 thread (OMP_NUM_THREADS=1) of 4 cores are used"
     many = doctor.check_kernels(1, {"OMP_NUM_THREADS": "3"})
     assert (many.status, many.fix) == ("warning", "export OMP_NUM_THREADS=1")
-    monkeypatch.setattr(compiled, "are_kernels_compiled", lambda: False)
+    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
     cold = doctor.check_kernels(2, {"OMP_NUM_THREADS": "2"})
     assert (cold.status, cold.fix) == ("warning", "k3 pull smollm2-135m")
     assert cold.found.endswith(", not compiled yet: the first answer waits for that, up to a minute")
-    monkeypatch.setitem(sys.modules, "openk3.engine.compiled", None)
+    monkeypatch.setitem(sys.modules, "openk3.kernels", None)
     broken = doctor.check_kernels(2, {})
     assert (broken.status, broken.found.split(":")[0]) == (
         "missing",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine_support import ByteTokenizer, random_tokens, small_model
 from numba import njit
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
 import openk3.kernels
@@ -371,3 +372,17 @@ def test_compiled_code_belongs_to_the_state_of_all_sources(tmp_path: Path) -> No
         copied.write_text(content + "\n")
         assert source_digest(copies) != source_digest(sources)
         copied.write_text(content)
+
+
+def test_no_two_compiled_functions_share_a_name() -> None:
+    """Code from the disk and code compiled now would else call each other's."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("openk3.kernels.")]
+    found = {
+        id(thing): thing.py_func
+        for module in modules
+        for thing in vars(module).values()
+        if isinstance(thing, Dispatcher)
+    }
+    names = [(function.__module__, function.__qualname__) for function in found.values()]
+    assert len(names) > 40
+    assert len(set(names)) == len(names)

@@ -13,6 +13,7 @@ from engine_support import random_tokens, small_model
 from numba import njit
 from numpy.typing import NDArray
 
+from openk3.engine import runner_cpu
 from openk3.engine.groups import GIVEN_BACK, LayerGroup, readable
 from openk3.engine.program import matrix_op
 from openk3.engine.runner_cpu import CpuRunner
@@ -84,8 +85,9 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("most_parts", [10**9, 20, 0])
 @pytest.mark.parametrize("name", STEPS)
-def test_plan(name: str) -> None:
+def test_plan(name: str, most_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [Chunk(sequence(s + n, back), s, n, samples) for s, n, back, samples in STEPS[name]]
     model = LoadedModel.from_torch(small_model())
     layers = [LayerGroup((0,), None), LayerGroup((1,), 8)]
@@ -93,6 +95,7 @@ def test_plan(name: str) -> None:
     numbers, shape = runner._numbers(chunks)
     config, tile, threads = model.config, runner._queries_per_tile, 2
     runner._make_room(shape[0], 0)
+    monkeypatch.setattr(runner_cpu, "_MOST_PART_BYTES", most_parts * runner._part_bytes)
     program, table = runner._program, runner._job
     num_parts = runner._plan(numbers, shape)
 
@@ -124,12 +127,14 @@ def test_plan(name: str) -> None:
         for address, expected in zip((job.COS, job.SIN), wanted, strict=True):
             found = room(address, np.float32, len(program.rotations), *expected.shape)[i]
             assert np.allclose(found, expected, atol=2e-7, rtol=0)
-    tiles, splits, expected_parts = naive_tiles(chunks, tile, config.num_key_value_heads, threads)
+    tiles, splits, expected_parts = naive_tiles(chunks, tile, config.num_key_value_heads, threads, most_parts)
     assert np.array_equal(room(job.TILES, np.int64, table[job.NUM_TILES], TILE_SIZE), tiles)
     assert (table[job.SPLITS], table[job.NUM_PARTS], num_parts) == (splits, expected_parts, expected_parts)
 
 
-def naive_tiles(chunks: list[Chunk], tile: int, kv_heads: int, threads: int) -> tuple[list[Any], int, int]:
+def naive_tiles(
+    chunks: list[Chunk], tile: int, kv_heads: int, threads: int, most_parts: int
+) -> tuple[list[Any], int, int]:
     """The tiles of attention, the items that large ones are divided into, and their partial results."""
     rows = np.cumsum([0, *[c.count for c in chunks]])
     places = [
@@ -141,6 +146,7 @@ def naive_tiles(chunks: list[Chunk], tile: int, kv_heads: int, threads: int) -> 
     tiles, splits, parts = [], 1, 0
     for (number, start, done, queries), count in zip(places, pieces, strict=True):
         split = count > 1 and count / (kv_heads * sum(pieces)) > 1 / (ITEMS_WANTED * threads)
+        split = split and parts + count * queries <= most_parts
         tiles.append([rows[number] + done, queries, start, number, parts if split else -1])
         if split:
             parts, splits = parts + count * queries, max(splits, min(count, MOST_SPLITS))

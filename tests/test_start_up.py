@@ -17,9 +17,11 @@ from serving import debug_llm
 
 from conftest import random_model
 from openk3.config import preset
-from openk3.engine.compiled import are_kernels_compiled, compile_kernels
+from openk3.engine import runner_cpu
+from openk3.engine.compiled import compile_kernels
 from openk3.engine.runner_cpu import CpuRunner
 from openk3.engine.runner_torch import TorchRunner
+from openk3.kernels import are_compiled
 from openk3.weights import CheckpointError, LoadedModel, load_model, load_weights
 from openk3.weights.formats import Int4Matrix, Int8Matrix, dequantize
 from openk3.weights.quantized_file import quantization_config, write_matrices
@@ -57,7 +59,35 @@ except SystemExit as end:
 
 def test_compiling_ahead_leaves_compiled_kernels() -> None:
     compile_kernels()
-    assert are_kernels_compiled()
+    assert are_compiled()
+
+
+def test_compiling_is_announced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compile_kernels()
+    assert not caplog.records
+    monkeypatch.setattr(runner_cpu, "are_compiled", lambda: False)
+    compile_kernels()
+    assert caplog.messages == ["compiling the CPU kernels for this machine, once: up to a minute"]
+
+
+def test_a_full_disk_does_not_keep_code_from_running(tmp_path: Path) -> None:
+    (tmp_path / "doubling.py").write_text(
+        "from openk3.kernels.team import entry\n\n\n@entry\ndef double(x):\n    return 2 * x\n"
+    )
+    code = """
+import resource, signal
+sys.path.insert(0, sys.argv[1])
+from doubling import double
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    double.__wrapped__(1)
+    print("the disk is not full")
+except OSError:
+    pass
+sys.stdout.write(str(double(4)))
+"""
+    assert run(code, str(tmp_path)).startswith("8")
 
 
 # The forms of a model

@@ -5,21 +5,12 @@ Kernels are compiled once per machine and version, whatever the model; later pro
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from openk3.config import preset
 from openk3.engine.groups import layer_groups
 from openk3.engine.runner_cpu import CpuRunner
-from openk3.kernels import step
 from openk3.parameters import parameter_shapes
-
-
-def are_kernels_compiled() -> bool:
-    """Whether code of this version lies in the compile cache."""
-    function = step.take_part
-    return any(Path(function.stats.cache_path).glob(f"*{function.py_func.__name__}-*.nbi"))
 
 
 def compile_kernels() -> None:

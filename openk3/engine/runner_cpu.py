@@ -6,6 +6,7 @@ product and every sum of the kernels has a fixed order (see `openk3.kernels`), w
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from openk3.engine.groups import LayerGroup
 from openk3.engine.pages import pages_for
 from openk3.engine.program import Program
 from openk3.engine.scheduler import Chunk
-from openk3.kernels import job, step
+from openk3.kernels import are_compiled, job, step
 from openk3.kernels.amx import tile_configs
 from openk3.kernels.attention import PART_EXTRA, TILE_SIZE, queries_per_tile
 from openk3.kernels.attention import scratch_size as attention_scratch_size
@@ -32,8 +33,13 @@ from openk3.kernels.team import LINE, SLEEPS, dismiss, new_team
 from openk3.rotary import inverse_frequencies
 from openk3.weights.formats import Matrix, aligned
 
+logger = logging.getLogger(__name__)
+
 # Activations of so many rows are computed together by a tile; buffers are read up to a whole tile's end.
 _TILE_ROWS = 16
+
+# Of partial results of attention: tiles that would need more are computed by a thread each.
+_MOST_PART_BYTES = 256 << 20
 
 
 class _Nobody:
@@ -77,6 +83,7 @@ class CpuRunner:
         self._num_threads = num_threads
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._queries_per_tile = queries_per_tile(heads, kv_heads)
+        self._part_bytes = 4 * heads * (config.head_dim + PART_EXTRA)
         # Never cleared: what lies beyond a request's last token is not read, and untouched memory costs nothing.
         kind = np.float16 if kv_format == "float16" else np.float32
         size = len(groups[0].layers) * num_pages * kv_heads * page_size * config.head_dim
@@ -100,22 +107,27 @@ class CpuRunner:
         tables = (program.ops, program.head, program.norms, program.kinds, program.biases, program.ints, program.floats)
         self._arguments = (self._team, *tables, self._cache, self._job, self._scratches, self._amx)
         self._crew = Crew(self._num_threads)
-        self._start_members()
         self._warm_up()
+        self._start_members()
 
     def _start_members(self) -> None:
         """Start the other threads; they end when this runner is no longer used."""
         arguments, threads = self._arguments, self._num_threads
+        weakref.finalize(self, dismiss, self._team)
         for t in range(1, threads):
             member = threading.Thread(
                 target=step.take_part, args=(t, threads, *arguments), daemon=True, name=f"kernels-{t}"
             )
             member.start()
-        weakref.finalize(self, dismiss, self._team)
 
     def _warm_up(self) -> None:
-        """Compute one token of nobody's: compiling (once per machine) and loading what was compiled happen now."""
-        self.run([Chunk(_Nobody(self._num_groups), 0, 1, True)])  # type: ignore[arg-type]
+        """Compute one token of nobody's: compiling (once per machine) and loading what was compiled happen now, and
+        in the caller's thread, which can fail where others would leave it waiting."""
+        if not are_compiled():
+            logger.warning("compiling the CPU kernels for this machine, once: up to a minute")
+        logits = self._prepare([Chunk(_Nobody(self._num_groups), 0, 1, True)])  # type: ignore[arg-type]
+        step.take_part(0, 1, *self._arguments)
+        del logits  # until now the step's to write to
 
     def run(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
         """Compute the chunks, and the logits after the last token of each that samples.
@@ -123,6 +135,15 @@ class CpuRunner:
         Returns:
             `[number of sampling chunks, V]` in float32.
         """
+        logits = self._prepare(chunks)
+        rows, sleeps_before = int(self._job[job.NUM_ROWS]), self._sleeps()
+        threads = self._crew.threads(rows, time.monotonic())
+        step.take_part(0, threads, *self._arguments)
+        self._crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
+        return logits
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
+        """Make the chunks the job of the next step, and the array that it writes their logits to; keep it till then."""
         program, table = self._program, self._job
         numbers, shape = self._numbers(chunks)
         rows = shape[0]
@@ -132,17 +153,13 @@ class CpuRunner:
         width = int(program.head[0, ROWS])
         logits = np.empty((int(table[job.NUM_LAST]), -(-width // BLOCK) * BLOCK), np.float32)
         table[job.LOGITS], table[job.LOGITS_STRIDE] = logits.ctypes.data, logits.shape[1]
-        threads = self._crew.threads(rows, time.monotonic())
-        sleeps_before = self._sleeps()
-        step.take_part(0, threads, *self._arguments)
-        self._crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
         return logits[:, :width]
 
     def _plan(self, numbers: NDArray[np.int64], shape: tuple[int, int, int, int]) -> int:
         program = self._program
         num_parts: int = plan(
             numbers, shape, program.embedding, program.embedding_multiplier, self._frequencies, self._factors,
-            self._cache, self._queries_per_tile, self._num_threads, self._job,
+            self._cache, self._queries_per_tile, self._num_threads, _MOST_PART_BYTES // self._part_bytes, self._job,
         )  # fmt: skip
         return num_parts
 
@@ -198,7 +215,7 @@ class CpuRunner:
             job.GATED: (max(own * widest, wide // 2), np.float32),
             job.INTEGERS: (quantized * 2 * widest, np.int8),
             job.STATS: (quantized * stats_size(widest), np.int32),
-            job.PARTS: (num_parts * heads * (head_dim + PART_EXTRA), np.float32),
+            job.PARTS: (num_parts * self._part_bytes // 4, np.float32),
             job.ROUTED: (rows * max(1, config.num_experts) + BLOCK, np.float32),
             job.CHOSEN: (rows * choices, np.int64),
             job.CHOICE_WEIGHTS: (rows * choices, np.float32),

@@ -30,4 +30,4 @@ def usable_cores(quota: str | None = None) -> int:
 def default_threads(environ: Mapping[str, str] = os.environ) -> int:
     """One thread per usable core, or what `OMP_NUM_THREADS` says."""
     asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else usable_cores()
+    return int(asked) if asked.isdecimal() and asked.isascii() and int(asked) else usable_cores()

@@ -18,7 +18,7 @@ from numba import config
 from openk3.kernels.machine import describe
 from openk3.weights.store import cache_root
 
-__all__ = ["describe", "source_digest"]
+__all__ = ["are_compiled", "describe", "source_digest"]
 
 
 def source_digest(files: Iterable[Path]) -> str:
@@ -27,6 +27,12 @@ def source_digest(files: Iterable[Path]) -> str:
     for file in sorted(files):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def are_compiled() -> bool:
+    """Whether code of this version lies in the compile cache."""
+    compiled = import_module("openk3.kernels.step").take_part.__wrapped__
+    return any(Path(compiled.stats.cache_path).glob(f"*{compiled.py_func.__name__}-*.nbi"))
 
 
 def _import_kernels() -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from openk3.kernels.code import LANES
 from openk3.kernels.machine import UPDATE_ROWS, UPDATE_VECTORS
-from openk3.kernels.team import SERIAL, take
+from openk3.kernels.team import SERIAL, take, variant
 from openk3.kernels.vectors import UPDATE_SIZES, exponentiate, updates
 
 CHUNK = 256
@@ -54,7 +54,7 @@ def _make_update(vectors: int, half: bool) -> Any:
     tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (tiles * 3)[:6]
     _, size_2, size_3, size_4, size_5, _ = sizes[:6]
 
-    @njit(**SERIAL)
+    @variant(f"{vectors}_{'half' if half else 'float'}")
     def update(rows, factors, f_stride, matrix, m_stride, count, ahead, out, out_stride):
         if rows == 1:
             tile_1(factors, f_stride, matrix, m_stride, count, ahead, out, out_stride)

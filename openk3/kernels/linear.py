@@ -17,7 +17,7 @@ from openk3.kernels import amx, integers
 from openk3.kernels.integers import INT4_GROUPS, INT8, INT8_GROUPS, quantize_row, stats_size
 from openk3.kernels.machine import AMX, TOKEN_TILES
 from openk3.kernels.memory import f32_at
-from openk3.kernels.team import SERIAL, take
+from openk3.kernels.team import SERIAL, take, variant
 from openk3.kernels.vectors import TILE_COLUMNS, TILE_ROWS, dot, dot_row
 
 # Columns of an op; addresses are 0 where there is nothing. SCALE and MINIMUM are addresses of the first block's.
@@ -58,7 +58,7 @@ def _make_tiles(kind: int) -> Any:
     tile_1, tile_2, tile_3, tile_4 = (tiles * 2)[:4]
     size_2, size_3, size_4 = ((*TOKEN_TILES, 1 << 30) * 2)[1:4]
 
-    @njit(**SERIAL)
+    @variant(str(kind))
     def block(w, scale, minimum, bias, q, stats, M, columns, group, out, stride):
         step = 4 * _stats_size(columns)
         m = 0

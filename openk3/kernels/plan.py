@@ -45,7 +45,7 @@ from openk3.kernels.job import (
 )
 from openk3.kernels.linear import BLOCK, COLUMNS, F32, FORMAT, GROUP, MINIMUM, SCALE, WEIGHT, block_bytes, scale_bytes
 from openk3.kernels.memory import f32_at, f32_rows_at, half_at, i64_rows_at, u8_at
-from openk3.kernels.team import ENTRY, SERIAL
+from openk3.kernels.team import SERIAL, entry
 
 # A tile of attention is divided into up to so many items per key/value head, where those would be more than 1 /
 # ITEMS_WANTED of a thread's share.
@@ -105,8 +105,8 @@ def _turn(position, frequencies, factor, cos, sin):
         sin[r] = np.float32(math.sin(angle)) * factor
 
 
-@njit(**ENTRY)
-def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, tile_queries, threads, job):
+@entry
+def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, tile_queries, threads, most_parts, job):
     """Fill in the job's sizes and inputs; the room for the inputs is there.
 
     Args:
@@ -118,6 +118,7 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
         cache: as for `attention`.
         tile_queries: consecutive queries of a tile.
         threads: among which the step is shared.
+        most_parts: partial results of attention that there may be room for.
 
     Returns:
         partial results of attention that the step needs room for.
@@ -156,9 +157,11 @@ def plan(numbers, shape, embedding, multiplier, frequencies, factors, cache, til
             num_last += 1
     for i in range(num_tiles):
         pieces = chunks_of(tiles[i], 0)[1]
-        if pieces > 1 and pieces * ITEMS_WANTED * threads > whole * cache[KV_HEADS]:
+        parts = pieces * tiles[i, QUERIES]
+        large = pieces > 1 and pieces * ITEMS_WANTED * threads > whole * cache[KV_HEADS]
+        if large and num_parts + parts <= most_parts:
             tiles[i, PART] = num_parts
-            num_parts += pieces * tiles[i, QUERIES]
+            num_parts += parts
             splits = max(splits, min(pieces, MOST_SPLITS))
     job[NUM_ROWS], job[NUM_LAST], job[NUM_TILES], job[NUM_PARTS] = M, num_last, num_tiles, num_parts
     job[SPLITS], job[NUM_TABLES], job[TABLE_WIDTH] = splits, C, W

@@ -54,7 +54,7 @@ from openk3.kernels.job import (
 from openk3.kernels.linear import COLUMNS, ROWS, integers_of, linear, linear_of_experts, quantize_rows
 from openk3.kernels.memory import f32_cube_at, f32_rows_at, i64_rows_at
 from openk3.kernels.rows import choose_experts, rms_norm, shape_heads
-from openk3.kernels.team import ENTRY, SERIAL, call_members, meet, wait_for_job
+from openk3.kernels.team import SERIAL, call_members, entry, meet, wait_for_job
 from openk3.kernels.vectors import gelu_times, silu_times
 
 # A layer's matrices, in this order in the table of ops. QUERY to VALUE, GATE and UP, SHARED_GATE and SHARED_UP are
@@ -210,7 +210,7 @@ def _experts(t, threads, team, ops, h, h_q, h_stats, out, bias, ints, floats, jo
     meet(team, threads)
 
 
-@njit(**ENTRY)
+@entry
 def take_part(t, threads, team, ops, head, norms, kinds, biases, ints, floats, cache, job, scratches, config):
     """Run a step as thread 0 of the team, or every step from now on as another one, until it is dismissed.
 

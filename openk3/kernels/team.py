@@ -12,6 +12,7 @@ interpreter lock, and sleep between steps. Everything they share is one array of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,40 @@ WORDS = 10
 BARRIER_SPINS = 4000
 IDLE_SPINS = 40000
 
-# Options of compiled functions: of those that Python calls, and of inner ones, which need no wrappers.
-ENTRY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
+# Options of compiled functions that other ones call; those that Python calls are an `entry`.
 SERIAL: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that Python calls, keeping the code on disk.
+
+    On a full disk Numba raises OSError, but by then it has the code: the next call runs it.
+    """
+    compiled = njit(nogil=True, error_model="numpy", cache=True)(function)
+
+    @wraps(compiled)
+    def call_compiled(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except OSError:
+            return compiled(*args)
+
+    return call_compiled
+
+
+def variant(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile one of several functions that come from one definition, under a name of its own.
+
+    Numba tells such functions apart by numbers that it gives out anew in every process. When compiled code is loaded
+    from the disk beside code compiled now, one of them could be called in place of another.
+    """
+
+    def compile_named(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{function.__name__}_{name}"
+        return njit(**SERIAL)(function)
+
+    return compile_named
+
 
 _lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
 _unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
@@ -52,7 +84,8 @@ def _at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 @intrinsic
 def _load(typingctx: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_at(builder, args[0]), "acquire", 8)
+        # Whoever passes a barrier says so, then looks for sleepers: in that order on every processor.
+        return builder.load_atomic(_at(builder, args[0]), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
 
@@ -142,7 +175,7 @@ def meet(team, threads):
             _sleep_until_passed(team, passed)
 
 
-@njit(**ENTRY)
+@entry
 def set_up(team):
     """Make a zeroed array ready."""
     _init_mutex(_word(team, MUTEX), 0)
@@ -163,7 +196,7 @@ def call_members(team):
     _announce(team, team[LINE * JOB] + 1)
 
 
-@njit(**ENTRY)
+@entry
 def dismiss(team):
     """End the members."""
     _announce(team, -1)
