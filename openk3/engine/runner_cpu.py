@@ -125,9 +125,7 @@ class CpuRunner:
         in the caller's thread, which can fail where others would leave it waiting."""
         if not are_compiled():
             logger.warning("compiling the CPU kernels for this machine, once: up to a minute")
-        logits = self._prepare([Chunk(_Nobody(self._num_groups), 0, 1, True)])  # type: ignore[arg-type]
-        step.take_part(0, 1, *self._arguments)
-        del logits  # until now the step's to write to
+        self._compute([Chunk(_Nobody(self._num_groups), 0, 1, True)], Crew(1))  # type: ignore[arg-type]
 
     def run(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
         """Compute the chunks, and the logits after the last token of each that samples.
@@ -135,15 +133,9 @@ class CpuRunner:
         Returns:
             `[number of sampling chunks, V]` in float32.
         """
-        logits = self._prepare(chunks)
-        rows, sleeps_before = int(self._job[job.NUM_ROWS]), self._sleeps()
-        threads = self._crew.threads(rows, time.monotonic())
-        step.take_part(0, threads, *self._arguments)
-        self._crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
-        return logits
+        return self._compute(chunks, self._crew)
 
-    def _prepare(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
-        """Make the chunks the job of the next step, and the array that it writes their logits to; keep it till then."""
+    def _compute(self, chunks: Sequence[Chunk], crew: Crew) -> NDArray[np.float32]:
         program, table = self._program, self._job
         numbers, shape = self._numbers(chunks)
         rows = shape[0]
@@ -153,6 +145,10 @@ class CpuRunner:
         width = int(program.head[0, ROWS])
         logits = np.empty((int(table[job.NUM_LAST]), -(-width // BLOCK) * BLOCK), np.float32)
         table[job.LOGITS], table[job.LOGITS_STRIDE] = logits.ctypes.data, logits.shape[1]
+        threads = crew.threads(rows, time.monotonic())
+        sleeps_before = self._sleeps()
+        step.take_part(0, threads, *self._arguments)
+        crew.observe(rows, threads, self._sleeps() - sleeps_before, time.monotonic())
         return logits[:, :width]
 
     def _plan(self, numbers: NDArray[np.int64], shape: tuple[int, int, int, int]) -> int:
