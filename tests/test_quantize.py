@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from serving import byte_tokenizer
 from test_families import random_theirs
 from torch import Tensor
 
+from openk3.cli import main
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
 from openk3.weights import CheckpointError, load_model, load_weights, resolve, store
 from openk3.weights.calibrated import quantize_calibrated
@@ -235,12 +237,34 @@ def test_calibration_texts_that_do_not_do(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe" * 2000)
     for file, message in (
         (short, "has 100 tokens"),
-        (binary, "is not UTF-8 text"),
-        (tmp_path / "none", "there is no calibration text"),
+        (binary, "is not UTF-8"),
+        (tmp_path / "none", "cannot be read .*No such file"),
+        (tmp_path, "cannot be read .*Is a directory"),
+        (Path("/proc/self/mem"), "cannot be read .*Input/output error"),
     ):
+        with pytest.raises(ValueError, match=f"{re.escape(str(file))} {message}"):
+            calibration_tokens(source, file)
         with pytest.raises(ValueError, match=message):
             quantize(str(source), calibration=file, output=tmp_path / "out", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "short.txt", "binary"}
+
+
+def test_tokens_that_the_model_does_not_have(
+    tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory_of(tmp_path / "source") / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["vocab"]["e"] = 5000
+    file.write_text(json.dumps(described))
+    monkeypatch.setattr(sys, "argv", ["k3", "quantize", str(file.parent), "--calibration", str(calibration)])
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and printed.count("\n") == 1
+    assert "makes token 5000" in printed and "knows 0 to 255" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
 
 
 def test_the_default_name_keeps_the_dots(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
