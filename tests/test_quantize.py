@@ -294,6 +294,35 @@ def test_outputs_that_are_there(tmp_path: Path, calibration: Path) -> None:
     assert quantize(str(source), calibration=calibration, output=output, progress=False).nbytes
 
 
+@pytest.mark.parametrize("target", ["nowhere", "empty"])
+def test_an_output_that_is_a_link(target: str, tmp_path: Path, calibration: Path) -> None:
+    """A directory cannot be renamed over one, which would show after all the work."""
+    source, link = directory_of(tmp_path / "source"), tmp_path / "link"
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(ValueError, match=f"{link} is a symbolic link: choose another --output, or remove it"):
+        quantize(str(source), calibration=calibration, output=link, progress=False)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    for output, message in (
+        (Path("/proc/out"), "cannot write /proc/out: No such file or directory; make room, or choose a writable --out"),
+        (Path("/proc/a/out"), "cannot create /proc/a: No such file or directory; choose a writable --output"),
+        (calibration / "out", f"cannot create {calibration}: File exists; choose a writable --output"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            quantize(str(source), calibration=calibration, output=output, progress=False)
+
+
+def test_a_companion_that_cannot_be_read(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    (source / "README.md").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=f"cannot read {source / 'README.md'}: .*Input/output error"):
+        quantize(str(source), calibration=calibration, output=tmp_path / "out", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
+
+
 DYING = """
 import os, signal, sys
 from pathlib import Path

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -126,6 +125,8 @@ def quantize(
 
 
 def _require_free(final: Path) -> None:
+    if final.is_symlink():
+        raise ValueError(f"{final} is a symbolic link: choose another --output, or remove it")
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise ValueError(f"{final} is there already: choose another --output, or remove it")
 
@@ -175,12 +176,20 @@ def _calibrated(
             bar(4 * sum(part.parameters for part in parts.values()))
 
         quantize_calibrated(loaded, format, group_size, torch.from_numpy(tokens), done)
+    _copy_companions(directory, making)
+    _write(making, loaded.config, {name: matrices[name] for name in loaded.tensors})
+    return [parts[name] for name in loaded.tensors]
+
+
+def _copy_companions(directory: Path, making: Path) -> None:
     for pattern in _COMPANIONS:
         for file in directory.glob(pattern):
             if file.is_file():
-                shutil.copyfile(file, making / file.name)
-    _write(making, loaded.config, {name: matrices[name] for name in loaded.tensors})
-    return [parts[name] for name in loaded.tensors]
+                try:
+                    content = file.read_bytes()
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {file}: {reason(error)}") from error
+                (making / file.name).write_bytes(content)
 
 
 def calibration_tokens(directory: Path, text: Path | None = None) -> np.ndarray:
