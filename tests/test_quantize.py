@@ -21,7 +21,9 @@ from gguf import GGMLQuantizationType
 from serving import byte_tokenizer
 from test_families import random_theirs
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from openk3.chat.tokenizer import Tokenizer
 from openk3.cli import main
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
 from openk3.weights import CheckpointError, load_model, load_weights, resolve, store
@@ -313,6 +315,25 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, calibration: Path) -> 
     ):
         with pytest.raises(CheckpointError, match=message):
             quantize(str(source), calibration=calibration, output=output, progress=False)
+
+
+def test_everything_of_the_tokenizer_is_copied_and_nothing_that_can_run_code(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    theirs = AutoTokenizer.from_pretrained(source)
+    theirs.chat_template = {"default": "plain", "tool_use": "tools"}
+    theirs.save_pretrained(source)
+    for name in ("tokenizer.pkl", "tokenizer.bin", "pytorch_model.bin", "tokenization_own.py", "model.pt"):
+        (source / name).write_text("of no use")
+    outcome = quantize(str(source), format="int8", calibration=calibration, output=tmp_path / "out", progress=False)
+    made = {str(path.relative_to(outcome.directory)) for path in outcome.directory.rglob("*") if path.is_file()}
+    assert made == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    }  # fmt: skip
+    assert AutoTokenizer.from_pretrained(outcome.directory).chat_template == theirs.chat_template
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    mine = Tokenizer.from_directory(outcome.directory)
+    assert mine.render_chat([{"role": "user", "content": "x"}], tools) == "tools"
 
 
 def test_a_companion_that_cannot_be_read(tmp_path: Path, calibration: Path) -> None:

@@ -36,8 +36,8 @@ _CALIBRATION_TOKENS = 16384
 _DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 # What a checkpoint has beside config.json and weights: tokenizer, templates, defaults of generation, licence, card.
 _COMPANIONS = (
-    "tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
-    "*.jinja", "LICENSE*", "NOTICE*", "README*",
+    "tokenizer*.json", "tokenizer.model*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+    "*.jinja", "additional_chat_templates/*.jinja", "generation_config.json", "LICENSE*", "NOTICE*", "README*",
 )  # fmt: skip
 
 
@@ -189,7 +189,9 @@ def _copy_companions(directory: Path, making: Path) -> None:
                     content = file.read_bytes()
                 except OSError as error:
                     raise CheckpointError(f"cannot read {file}: {reason(error)}") from error
-                (making / file.name).write_bytes(content)
+                copy = making / file.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(content)
 
 
 def calibration_tokens(directory: Path, text: Path | None = None) -> np.ndarray:
