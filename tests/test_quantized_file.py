@@ -132,6 +132,7 @@ def test_quantization_config(tmp_path: Path) -> None:
     for value, message in (
         ({"quant_method": "gptq"}, "quantized with 'gptq'"),
         ("awq", "quantized with 'awq'"),
+        ("openk3", "quantized with 'openk3'"),
         (quantization_config("int4", 64) | {"version": 2}, "version 2"),
         (quantization_config("int3", 64), "format 'int3'"),
     ):

@@ -43,7 +43,7 @@ def check_quantization_config(value: Any, path: Path) -> None:
         CheckpointError: it is not of this project, of a later version, or not whole.
     """
     method = value.get("quant_method") if isinstance(value, dict) else value
-    if method != METHOD:
+    if not isinstance(value, dict) or method != METHOD:
         raise CheckpointError(
             f"{path} describes weights quantized with {method!r} (quantization_config): take the unquantized "
             f"checkpoint or a GGUF file"
