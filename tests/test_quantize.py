@@ -311,9 +311,10 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, calibration: Path) -> 
     for output, message in (
         (Path("/proc/out"), "cannot write /proc/out: No such file or directory; make room, or choose a writable --out"),
         (Path("/proc/a/out"), "cannot create /proc/a: No such file or directory; choose a writable --output"),
+        (Path("~no-such-user/out"), "the output ~no-such-user/out cannot be looked up: Could not determine home"),
         (calibration / "out", f"cannot create {calibration}: File exists; choose a writable --output"),
     ):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(ValueError, match=message):
             quantize(str(source), calibration=calibration, output=output, progress=False)
 
 

@@ -107,8 +107,11 @@ def quantize(
         raise ValueError("a calibration text changes nothing about the format exact: leave it out")
     if group_size is not None and group_size not in GROUP_SIZES:
         raise ValueError(f"the group size is {group_size}: it must be one of {', '.join(map(str, GROUP_SIZES))}")
-    name = Path(model).expanduser().absolute().name.removesuffix(".gguf")
-    final = (output or Path(f"{name}-{format}")).expanduser().absolute()
+    name = Path(model).absolute().name.removesuffix(".gguf")
+    try:
+        final = (output or Path(f"{name}-{format}")).expanduser().absolute()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"the output {output} cannot be looked up: {reason(error)}") from error
     _require_free(final)
     if gguf is not None:
         make = partial(_take_over, gguf)
