@@ -172,6 +172,44 @@ def test_the_recipe_has_coarser_groups_in_attention_and_lookups(tied: bool) -> N
         assert not isinstance(matrix, Int4Matrix) or matrix.group_size == (64 if coarse else 32), name
 
 
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        ("model.norm.weight", np.inf, r"model\.norm\.weight: the weights are not all finite"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            np.nan,
+            r"what model\.layers\.0\.mlp\.down_proj\.weight multiplies is not",
+        ),
+        (
+            "model.layers.1.input_layernorm.weight",
+            1e30,
+            r"what model\.layers\.1\.self_attn\.q_proj\.weight multiplies is",
+        ),
+        ("model.norm.weight", 1e30, r"what lm_head\.weight multiplies is not finite, or too large for float32"),
+        ("model.embed_tokens.weight", 1e30, r"model\.embed_tokens\.weight: the weights are not all finite, or are too"),
+    ],
+)
+def test_damaged_weights_are_named(parameter: str, value: float, message: str) -> None:
+    loaded = LoadedModel.from_torch(small_model())
+    damaged = np.full(loaded.tensors[parameter].shape, value, np.float32)
+    with pytest.raises(CheckpointError, match=message):
+        in_memory(
+            LoadedModel(loaded.config, loaded.tensors | {parameter: damaged}),
+            "int4",
+            32,
+            torch.tensor([random_tokens(64)]),
+        )
+
+
+def test_damaged_weights_are_named_when_they_are_rounded() -> None:
+    loaded = LoadedModel.from_torch(small_model())
+    damaged = loaded.tensors | {HEAD: np.full(loaded.tensors[HEAD].shape, np.nan, np.float32)}
+    for format in ("int4", "int8"):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: the weights are not all finite"):
+            LoadedModel(loaded.config, damaged).quantized(format)
+
+
 # A checkpoint
 
 

@@ -13,10 +13,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
 from openk3.weights.calibrate import Moments, visit_layers
+from openk3.weights.errors import CheckpointError
 from openk3.weights.formats import (
     GROUP_SIZES,
     Int4Matrix,
@@ -50,13 +52,15 @@ def quantize_calibrated(
         tokens_BT: the calibration text, in sequences that fit the model's context.
 
     Raises:
-        ValueError: weights or activations that are not finite.
+        CheckpointError: weights or activations that are not finite, or too large.
     """
     head = HEAD if HEAD in loaded.tensors else EMBEDDING
     quantizer = _Quantizer(format, group_size, head, done)
     for name, tensor in loaded.tensors.items():
         if not is_matrix(name, tensor.shape):
-            done(name, dequantize(tensor), 0.0)
+            exact = dequantize(tensor)
+            _require_finite(name, exact)
+            done(name, exact, 0.0)
     if head != EMBEDDING:
         embedding = torch.from_numpy(dequantize(loaded.tensors[EMBEDDING]))
         quantizer.together(
@@ -102,7 +106,7 @@ class _Quantizer:
         for name, weight, part in zip(names, weights, parts, strict=True):
             one = Quantized(*part)
             new.append(one.dequantize())
-            self.done(name, _packed(one, group), _error(weight, new[-1], moments))
+            self.done(name, _packed(name, one, group), _error(weight, new[-1], moments))
         return new
 
     def experts(self, name: str, weight_ENK: Tensor, moments: Tensor) -> Tensor:
@@ -114,7 +118,7 @@ class _Quantizer:
         )
         new = stacked.dequantize()
         errors = [_error(weight_ENK[e], new[e], moments[e]) for e in range(len(new)) if moments[e].any()]
-        self.done(name, _packed(stacked, group), sum(errors) / max(1, len(errors)))
+        self.done(name, _packed(name, stacked, group), sum(errors) / max(1, len(errors)))
         return new
 
     def group(self, name: str, weight: Tensor) -> int | None:
@@ -129,12 +133,19 @@ def _gptq(weight: Tensor, moments: Tensor, group: int | None) -> Quantized:
     return gptq(weight, moments, INT4 if group else INT8, group or weight.shape[-1])
 
 
-def _packed(quantized: Quantized, group: int | None) -> Int8Matrix | Int4Matrix:
+def _packed(name: str, quantized: Quantized, group: int | None) -> Int8Matrix | Int4Matrix:
     q, scale, minimum = (part.numpy() for part in (quantized.q, quantized.scale, quantized.minimum))
-    require_finite(scale, minimum)
+    _require_finite(name, scale, minimum)
     if group:
         return pack_int4(q.astype(np.uint8), scale.astype(np.float16), minimum.astype(np.float16))
     return pack_int8(q.astype(np.int8), scale[..., 0])
+
+
+def _require_finite(name: str, *arrays: NDArray[np.float32]) -> None:
+    try:
+        require_finite(*arrays)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _error(weight: Tensor, new: Tensor, moments: Tensor) -> float:
