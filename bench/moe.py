@@ -6,7 +6,7 @@ turns:
 
     python bench/moe.py --depth 12 --weights int8 --rounds 5
 
-Prints the ratio of decode speeds (bar: at most 1.3) and keeps everything in bench/results/moe-<depth>.json.
+Prints the ratio of decode speeds (bar: at most 1.3) and keeps everything in bench/results/moe-depth-<depth>.json.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from machine import require_idle
-from results import add_options, keep, result_head
+from results import add_options, keep, positive, result_head, run
 
 from openk3.config import ModelConfig, dial
 from openk3.engine import Engine, EngineConfig, EngineLoop, SamplingParams
 from openk3.model.cost import active_parameters, total_parameters
 from openk3.parameters import parameter_shapes
-from openk3.weights.loaded import LoadedModel
+from openk3.weights.loaded import Format, LoadedModel
 
 _VOCABULARY = 32768
 _PROMPT = 64
@@ -90,17 +90,15 @@ def decode_speed(loop: EngineLoop, new_tokens: int, rng: np.random.Generator) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--experts", type=int, default=8, help="for each that a token uses")
-    parser.add_argument("--weights", default="int8")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    options = parser.parse_args()
-    try:
-        busy = require_idle(options.allow_busy)
-    except ValueError as error:
-        parser.error(str(error))
+    add_options(parser, model=False, weights=get_args(Format))
+    parser.add_argument("--depth", type=positive, default=12)
+    parser.add_argument("--experts", type=positive, default=8, help="for each that a token uses")
+    parser.add_argument("--new-tokens", type=positive, default=128)
+    run(parser, benchmark)
 
+
+def benchmark(options: argparse.Namespace) -> None:
+    busy = require_idle(options.allow_busy)
     moe = sparse(options.depth, options.experts)
     configs = {"sparse": moe, "dense": dense(moe)}
     loops = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from contenders import LLAMA_4BIT, LLAMA_8BIT, TRANSFORMERS, VLLM
 from report import Figures
-from results import RESULTS
+from results import RESULTS, result_file
 
 TARGET = Path(__file__).parent.parent / "docs" / "speed.svg"
 _PANELS = {
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=TARGET)
     options = parser.parse_args()
-    paths = [options.results / f"cpu-{model}.json" for model in options.models]
+    paths = [options.results / result_file("cpu", model) for model in options.models]
     if missing := [str(path) for path in paths if not path.exists()]:
         parser.error(f"{', '.join(missing)}: run bench/cpu.py first")
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]

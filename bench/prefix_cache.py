@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from machine import require_idle
-from results import add_options, keep, result_head
+from results import add_options, keep, positive, result_head, run
 
 from openk3.engine import EngineConfig
 from openk3.llm import LLM, load
@@ -62,15 +62,13 @@ def measure(plain: LLM, caching: LLM, house: int, tokens: int, answer_tokens: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--weights", default="int8")
-    parser.add_argument("--tokens", type=int, default=4096, help="least length of the system prompt")
-    parser.add_argument("--answer-tokens", type=int, default=8)
-    options = parser.parse_args()
-    try:
-        busy = require_idle(options.allow_busy)
-    except ValueError as error:
-        parser.error(str(error))
+    parser.add_argument("--tokens", type=positive, default=4096, help="least length of the system prompt")
+    parser.add_argument("--answer-tokens", type=positive, default=8)
+    run(parser, benchmark)
 
+
+def benchmark(options: argparse.Namespace) -> None:
+    busy = require_idle(options.allow_busy)
     off, on = (EngineConfig(weights=options.weights, enable_prefix_caching=caching) for caching in (False, True))
     with load(options.model, engine=off) as plain, load(options.model, engine=on) as caching:
         for llm in (plain, caching):

@@ -18,7 +18,8 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ import numpy as np
 import torch
 from gguf_files import cache_directory, gguf_files
 from machine import busy_share
-from results import DEFAULT_MODEL, RESULTS, result_head, write_json
+from results import DEFAULT_MODEL, RESULTS, positive, result_file, result_head, run, write_json
 from rich.console import Console
 from rich.table import Table
 
 from openk3.chat.tokenizer import Tokenizer
+from openk3.config import ModelConfig
 from openk3.model import K3ForCausalLM
 from openk3.weights import LoadedModel, load_weights, resolve
 from openk3.weights.gguf_exact import exact_matrices
@@ -74,20 +76,15 @@ def perplexity(model: K3ForCausalLM, ids: np.ndarray) -> float:
     return math.exp(total / (ids.shape[0] * (ids.shape[1] - 1)))
 
 
-def variants(name: str, directory: Path) -> Iterator[tuple[str, Callable[[], LoadedModel]]]:
+def variants(name: str, directory: Path) -> dict[str, Callable[[], LoadedModel]]:
     """Every way to hold the weights, by name, to be loaded when its turn comes."""
     plain = load_weights(directory)
-    yield "float32", lambda: plain
-    for format in ("int8", "int4"):
-        yield f"{format}, rounded when loaded", lambda format=format: plain.quantized(format)
-    for title, (format, group) in CALIBRATED.items():
-        yield title, lambda format=format, group=group: _made(name, directory, format, group)
-    for kind, path in gguf_files(directory).items():
-        if kind in LLAMA_CPP:
-            yield (
-                f"llama.cpp {kind}",
-                lambda path=path: LoadedModel(plain.config, dict(exact_matrices(open_gguf(path))[1])),
-            )
+    return {
+        "float32": lambda: plain,
+        **{f"{format}, rounded when loaded": partial(plain.quantized, format) for format in ("int8", "int4")},
+        **{title: partial(_made, name, directory, format, group) for title, (format, group) in CALIBRATED.items()},
+        **{f"llama.cpp {kind}": partial(_of_llama_cpp, plain.config, directory, kind) for kind in LLAMA_CPP},
+    }
 
 
 def _made(name: str, directory: Path, format: Format, group: int | None) -> LoadedModel:
@@ -97,13 +94,20 @@ def _made(name: str, directory: Path, format: Format, group: int | None) -> Load
     return load_weights(made)
 
 
+def _of_llama_cpp(config: ModelConfig, directory: Path, kind: str) -> LoadedModel:
+    return LoadedModel(config, dict(exact_matrices(open_gguf(gguf_files(directory)[kind]))[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure those whose name begins so; others stay")
-    parser.add_argument("--threads", type=int, help="CPU threads; one per core by default")
+    parser.add_argument("--threads", type=positive, help="CPU threads; one per core by default")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    options = parser.parse_args()
+    run(parser, benchmark)
+
+
+def benchmark(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
 
@@ -111,9 +115,13 @@ def main() -> None:
     ids = tokens(directory)
     result = result_head("quality", options.model, busy_share())
     result |= {"text_sha256": SHA256, "tokens": int(ids.size), "window": WINDOW}
-    path = options.out or RESULTS / f"quality-{Path(options.model).name}.json"
+    path = options.out or RESULTS / result_file("quality", options.model)
     rows = measured(path, result)
-    for title, load in variants(options.model, directory):
+    ways = variants(options.model, directory)
+    for start in options.only or ():
+        if not any(title.startswith(start) for title in ways):
+            raise ValueError(f"--only {start!r}: no way is called so; they are {'; '.join(ways)}")
+    for title, load in ways.items():
         needed = title == "float32" and title not in rows
         if options.only and not needed and not title.startswith(tuple(options.only)):
             continue

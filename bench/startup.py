@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import require_idle
-from results import add_options, keep, result_head
+from results import add_options, keep, result_head, run
 
 _ALLOWANCE = 400_000_000
 _CONTEXT = 4096, 64  # prompt and new tokens of the memory part
@@ -50,7 +50,10 @@ def cold(model: str, weights: str) -> dict[str, float]:
 def probe(part: str, model: str, weights: str) -> dict[str, float]:
     """Run one of the functions below in a new process."""
     command = [sys.executable, __file__, "--probe", part, "--model", model, "--weights", weights]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
+    return json.loads(done.stdout)
 
 
 def probe_load(model: str, weights: str) -> dict[str, float]:
@@ -102,18 +105,19 @@ def memory_bar(model: str, weights: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, parts=("cold", "load", "memory"))
-    parser.add_argument("--weights", default="int8")
     parser.add_argument("--probe", choices=_PROBES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    run(parser, benchmark)
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    from openk3.weights import resolve
+
     model, weights = options.model, options.weights
     if options.probe:
         print(json.dumps(_PROBES[options.probe](model, weights)))
         return
-    try:
-        busy = require_idle(options.allow_busy)
-    except ValueError as error:
-        parser.error(str(error))
-
+    resolve(model)
+    busy = require_idle(options.allow_busy)
     result: dict[str, Any] = result_head("startup", model, busy) | {"weights": weights}
     if "cold" in options.parts:
         cold(model, weights)

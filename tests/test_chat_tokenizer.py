@@ -148,9 +148,9 @@ def test_template_inside_the_settings_and_named_templates(directory: Path) -> No
     assert tokenizer.render_chat(CHATS["plain"]) == "plain"
     assert tokenizer.render_chat(CHATS["plain"], tools=[]) == "plain"
     assert tokenizer.render_chat(CHATS["plain"], tools=TOOLS) == "tools 1"
-    (directory / "chat_templates").mkdir()
-    (directory / "chat_templates" / "tool_use.jinja").write_text("from a file")
-    (directory / "chat_template.jinja").write_text("default file")
+    theirs = AutoTokenizer.from_pretrained(directory)
+    theirs.chat_template = {"default": "default file", "tool_use": "from a file"}
+    theirs.save_pretrained(directory)
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer.render_chat(CHATS["plain"], tools=TOOLS) == "from a file"
     assert tokenizer.render_chat(CHATS["plain"]) == "default file"

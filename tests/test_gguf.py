@@ -205,7 +205,7 @@ def test_disk_fills_up_on_the_way(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_convert, "write_float32", full)
-    with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device; make room or set OPENK3_HOME"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device; make room, or set OPENK3_HOME"):
         converted(tmp_path / "m.gguf")
     assert list((home / "models").iterdir()) == []
 

@@ -34,6 +34,7 @@ from openk3.weights import (
 )
 from openk3.weights.pull import pull
 from openk3.weights.registry import HubSource, KnownModel, WheelPart, WheelSource
+from openk3.weights.resolve import resolve_gguf
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +426,8 @@ def test_unreachable_hub_fails_within_seconds_and_names_the_cure(monkeypatch: py
 def test_paths_that_cannot_be_looked_up(name: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^'{name[:80]}' cannot be looked up: .*{why}"):
         resolve(name)
+    with pytest.raises(CheckpointError, match="cannot be looked up"):
+        resolve_gguf(name)
 
 
 # --- the registry ---------------------------------------------------------------------------------------------------

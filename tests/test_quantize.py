@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from gguf import GGMLQuantizationType
 from serving import byte_tokenizer
 from test_families import random_theirs
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from openk3.chat.tokenizer import Tokenizer
+from openk3.cli import main
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
 from openk3.weights import CheckpointError, load_model, load_weights, resolve, store
 from openk3.weights.calibrated import quantize_calibrated
@@ -168,6 +172,44 @@ def test_the_recipe_has_coarser_groups_in_attention_and_lookups(tied: bool) -> N
         assert not isinstance(matrix, Int4Matrix) or matrix.group_size == (64 if coarse else 32), name
 
 
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        ("model.norm.weight", np.inf, r"model\.norm\.weight: the weights are not all finite"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            np.nan,
+            r"what model\.layers\.0\.mlp\.down_proj\.weight multiplies is not",
+        ),
+        (
+            "model.layers.1.input_layernorm.weight",
+            1e30,
+            r"what model\.layers\.1\.self_attn\.q_proj\.weight multiplies is",
+        ),
+        ("model.norm.weight", 1e30, r"what lm_head\.weight multiplies is not finite, or too large for float32"),
+        ("model.embed_tokens.weight", 1e30, r"model\.embed_tokens\.weight: the weights are not all finite, or are too"),
+    ],
+)
+def test_damaged_weights_are_named(parameter: str, value: float, message: str) -> None:
+    loaded = LoadedModel.from_torch(small_model())
+    damaged = np.full(loaded.tensors[parameter].shape, value, np.float32)
+    with pytest.raises(CheckpointError, match=message):
+        in_memory(
+            LoadedModel(loaded.config, loaded.tensors | {parameter: damaged}),
+            "int4",
+            32,
+            torch.tensor([random_tokens(64)]),
+        )
+
+
+def test_damaged_weights_are_named_when_they_are_rounded() -> None:
+    loaded = LoadedModel.from_torch(small_model())
+    damaged = loaded.tensors | {HEAD: np.full(loaded.tensors[HEAD].shape, np.nan, np.float32)}
+    for format in ("int4", "int8"):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: the weights are not all finite"):
+            LoadedModel(loaded.config, damaged).quantized(format)
+
+
 # A checkpoint
 
 
@@ -235,12 +277,34 @@ def test_calibration_texts_that_do_not_do(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe" * 2000)
     for file, message in (
         (short, "has 100 tokens"),
-        (binary, "is not UTF-8 text"),
-        (tmp_path / "none", "there is no calibration text"),
+        (binary, "is not UTF-8"),
+        (tmp_path / "none", "cannot be read .*No such file"),
+        (tmp_path, "cannot be read .*Is a directory"),
+        (Path("/proc/self/mem"), "cannot be read .*Input/output error"),
     ):
+        with pytest.raises(ValueError, match=f"{re.escape(str(file))} {message}"):
+            calibration_tokens(source, file)
         with pytest.raises(ValueError, match=message):
             quantize(str(source), calibration=file, output=tmp_path / "out", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "short.txt", "binary"}
+
+
+def test_tokens_that_the_model_does_not_have(
+    tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory_of(tmp_path / "source") / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["vocab"]["e"] = 5000
+    file.write_text(json.dumps(described))
+    monkeypatch.setattr(sys, "argv", ["k3", "quantize", str(file.parent), "--calibration", str(calibration)])
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and printed.count("\n") == 1
+    assert "makes token 5000" in printed and "knows 0 to 255" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
 
 
 def test_the_default_name_keeps_the_dots(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +332,55 @@ def test_outputs_that_are_there(tmp_path: Path, calibration: Path) -> None:
             quantize(str(source), calibration=calibration, output=there, progress=False)
     (output / "mine").unlink()
     assert quantize(str(source), calibration=calibration, output=output, progress=False).nbytes
+
+
+@pytest.mark.parametrize("target", ["nowhere", "empty"])
+def test_an_output_that_is_a_link(target: str, tmp_path: Path, calibration: Path) -> None:
+    """A directory cannot be renamed over one, which would show after all the work."""
+    source, link = directory_of(tmp_path / "source"), tmp_path / "link"
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(ValueError, match=f"{link} is a symbolic link: choose another --output, or remove it"):
+        quantize(str(source), calibration=calibration, output=link, progress=False)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    for output, message in (
+        (Path("/proc/out"), "cannot write /proc/out: No such file or directory; make room, or choose a writable --out"),
+        (Path("/proc/a/out"), "cannot create /proc/a: No such file or directory; choose a writable --output"),
+        (Path("~no-such-user/out"), "the output ~no-such-user/out cannot be looked up: Could not determine home"),
+        (calibration / "out", f"cannot create {calibration}: File exists; choose a writable --output"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize(str(source), calibration=calibration, output=output, progress=False)
+
+
+def test_everything_of_the_tokenizer_is_copied_and_nothing_that_can_run_code(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    theirs = AutoTokenizer.from_pretrained(source)
+    theirs.chat_template = {"default": "plain", "tool_use": "tools"}
+    theirs.save_pretrained(source)
+    for name in ("tokenizer.pkl", "tokenizer.bin", "pytorch_model.bin", "tokenization_own.py", "model.pt"):
+        (source / name).write_text("of no use")
+    outcome = quantize(str(source), format="int8", calibration=calibration, output=tmp_path / "out", progress=False)
+    made = {str(path.relative_to(outcome.directory)) for path in outcome.directory.rglob("*") if path.is_file()}
+    assert made == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    }  # fmt: skip
+    assert AutoTokenizer.from_pretrained(outcome.directory).chat_template == theirs.chat_template
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    mine = Tokenizer.from_directory(outcome.directory)
+    assert mine.render_chat([{"role": "user", "content": "x"}], tools) == "tools"
+
+
+def test_a_companion_that_cannot_be_read(tmp_path: Path, calibration: Path) -> None:
+    source = directory_of(tmp_path / "source")
+    (source / "README.md").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=f"cannot read {source / 'README.md'}: .*Input/output error"):
+        quantize(str(source), calibration=calibration, output=tmp_path / "out", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
 
 
 DYING = """

@@ -111,11 +111,28 @@ def test_damage_is_named(
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.gate.weight", (16, 64)),
+        ("model.layers.0.mlp.gate.e_score_correction_bias", (16,)),
+        ("model.norm.weight", (64,)),
+    ],
+)
+@pytest.mark.parametrize("quantize", [quantize_int8, lambda weight: quantize_int4(weight, 32)])
+def test_what_must_stay_exact_is_refused(name: str, shape: tuple[int, ...], quantize: Any, tmp_path: Path) -> None:
+    """Nothing computes with a quantized router or norm: the runners would take its integers for something else."""
+    write_matrices(path := tmp_path / "model.safetensors", {name: quantize(weights(16, 64))})
+    with pytest.raises(CheckpointError, match=f"{path} has {name} quantized: norms, biases and routers"):
+        read_matrix(name, load_file(path), shape, path)
+
+
 def test_quantization_config(tmp_path: Path) -> None:
     check_quantization_config(quantization_config("int4", 64), tmp_path)
     for value, message in (
         ({"quant_method": "gptq"}, "quantized with 'gptq'"),
         ("awq", "quantized with 'awq'"),
+        ("openk3", "quantized with 'openk3'"),
         (quantization_config("int4", 64) | {"version": 2}, "version 2"),
         (quantization_config("int3", 64), "format 'int3'"),
     ):

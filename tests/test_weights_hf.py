@@ -244,7 +244,7 @@ def test_resolve_takes_directories_as_they_are(single: Path) -> None:
     [
         ("smollm", "unknown model 'smollm': did you mean smollm2-135m? A directory, a .gguf file or a Hugging Face id"),
         ("Qwen2.5-Coder", "did you mean qwen2.5-coder-0.5b?"),
-        ("zzz", "unknown model 'zzz': known names are smollm2-135m, qwen2.5-coder-0.5b;"),
+        ("zzz", "unknown model 'zzz': known names are smollm2-135m, qwen2.5-coder-0.5b. A directory"),
         ("./none", "'./none' does not exist: check the path"),
         ("/no/such/dir", "'/no/such/dir' does not exist: check the path"),
         ("none.gguf", "'none.gguf' does not exist: check the path"),

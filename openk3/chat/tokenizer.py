@@ -2,8 +2,8 @@
 
 The work is done by the `tokenizers` library on the checkpoint's own ``tokenizer.json``; this file gathers what lies
 around it: the special tokens (``tokenizer_config.json``), the ids that end a generation (``generation_config.json``,
-``config.json``) and the chat template (``chat_template.jinja``, ``chat_templates/*.jinja`` or the one inside
-``tokenizer_config.json``). Neither torch nor Transformers is needed, so reading a tokenizer is quick.
+``config.json``) and the chat templates (``chat_template.jinja`` and ``additional_chat_templates/*.jinja``, or those
+inside ``tokenizer_config.json``). Neither torch nor Transformers is needed, so reading a tokenizer is quick.
 """
 
 import json
@@ -184,7 +184,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Return templates by name. Files win over the setting, as in Transformers."""
     files = {"default": directory / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((directory / "chat_templates").glob("*.jinja"))}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     templates = {name: _read_template(file) for name, file in files.items() if file.is_file()}
     inside = settings.get("chat_template")
     if templates or inside is None:

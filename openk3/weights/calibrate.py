@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from openk3.model import K3ForCausalLM
 from openk3.model.layers import activation
 from openk3.model.moe import Experts, sort_claims
+from openk3.parameters import HEAD
 from openk3.weights.errors import CheckpointError
 
 _BATCH_TOKENS = 2048
@@ -50,6 +51,21 @@ class Moments:
         moments = self.of.setdefault(name, torch.zeros(experts, x.shape[1], x.shape[1]))
         moments[expert].addmm_(x.T, x)
 
+    def require_finite(self, prefix: str = "") -> None:
+        """
+        Args:
+            prefix: of the parameters' names.
+
+        Raises:
+            CheckpointError: some are not.
+        """
+        for name, moments in self.of.items():
+            if not torch.isfinite(moments).all():
+                raise CheckpointError(
+                    f"what {prefix}{name} multiplies is not finite, or too large for float32: the weights before it "
+                    f"are damaged"
+                )
+
 
 @torch.no_grad()
 def visit_layers(model: K3ForCausalLM, tokens_BT: Tensor, change: Callable[[int, nn.Module, Moments], None]) -> Tensor:
@@ -61,14 +77,15 @@ def visit_layers(model: K3ForCausalLM, tokens_BT: Tensor, change: Callable[[int,
         The moments `[D, D]` of the head's inputs.
 
     Raises:
-        CheckpointError: the activations are not finite.
+        CheckpointError: the activations are not finite, or their moments too large for float32.
     """
     inner = model.model
     inner.layers = nn.ModuleList(_StandIn(layer, i, change) for i, layer in enumerate(inner.layers))
     last_BTD = inner(input_ids=tokens_BT, use_cache=False).last_hidden_state
     moments = Moments()
-    moments.add("head", last_BTD)
-    return moments.of["head"]
+    moments.add(HEAD, last_BTD)
+    moments.require_finite()
+    return moments.of[HEAD]
 
 
 class _StandIn(nn.Module):
@@ -87,12 +104,11 @@ class _StandIn(nn.Module):
             result: Tensor = self.layer(x_BTD[part], attention_mask=mask, **kwargs)
             return result
 
-        if not torch.isfinite(x_BTD).all():
-            raise CheckpointError(f"the inputs of layer {self.number} are not finite: the checkpoint is damaged")
         starts = range(0, len(x_BTD), step)
         with _measured(self.layer) as moments:
             for start in starts:
                 run(start)
+        moments.require_finite(f"model.layers.{self.number}.")
         self.change(self.number, self.layer, moments)
         return torch.cat([run(start) for start in starts])
 

@@ -13,10 +13,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from openk3.parameters import EMBEDDING, HEAD, is_matrix
 from openk3.weights.calibrate import Moments, visit_layers
+from openk3.weights.errors import CheckpointError
 from openk3.weights.formats import (
     GROUP_SIZES,
     Int4Matrix,
@@ -50,20 +52,25 @@ def quantize_calibrated(
         tokens_BT: the calibration text, in sequences that fit the model's context.
 
     Raises:
-        ValueError: weights or activations that are not finite.
+        CheckpointError: weights or activations that are not finite, or too large.
     """
     head = HEAD if HEAD in loaded.tensors else EMBEDDING
     quantizer = _Quantizer(format, group_size, head, done)
     for name, tensor in loaded.tensors.items():
         if not is_matrix(name, tensor.shape):
-            done(name, dequantize(tensor), 0.0)
+            exact = dequantize(tensor)
+            _require_finite(name, exact)
+            done(name, exact, 0.0)
     if head != EMBEDDING:
         embedding = torch.from_numpy(dequantize(loaded.tensors[EMBEDDING]))
-        quantizer.together([EMBEDDING], [embedding], torch.eye(embedding.shape[1]))
+        quantizer.together(
+            [EMBEDDING], [embedding], torch.eye(embedding.shape[1]), quantizer.group(EMBEDDING, embedding)
+        )
     moments = visit_layers(loaded.to_torch(), tokens_BT, quantizer.layer)
     if head == EMBEDDING:
         moments += torch.eye(len(moments)) * moments.diagonal().mean()
-    quantizer.together([head], [torch.from_numpy(dequantize(loaded.tensors[head]))], moments)
+    weight = torch.from_numpy(dequantize(loaded.tensors[head]))
+    quantizer.together([head], [weight], moments, quantizer.group(head, weight))
 
 
 @dataclass(frozen=True)
@@ -83,16 +90,15 @@ class _Quantizer:
                 continue
             alike: dict[int | None, list[str]] = {}
             for name in names:
-                alike.setdefault(self._group(prefix + name, parameters[name].shape[1]), []).append(name)
-            for some in alike.values():
+                alike.setdefault(self.group(prefix + name, parameters[name]), []).append(name)
+            for group, some in alike.items():
                 weights = [parameters[name].data for name in some]
-                new = self.together([prefix + name for name in some], weights, moments.of[first])
+                new = self.together([prefix + name for name in some], weights, moments.of[first], group)
                 for name, weight in zip(some, new, strict=True):
                     parameters[name].data = weight
 
-    def together(self, names: list[str], weights: list[Tensor], moments: Tensor) -> list[Tensor]:
+    def together(self, names: list[str], weights: list[Tensor], moments: Tensor, group: int | None) -> list[Tensor]:
         """Quantize matrices `[N, K]` of the same inputs, with `moments` `[K, K]`, in one; gives them dequantized."""
-        group = self._group(names[0], weights[0].shape[-1])
         quantized = _gptq(torch.cat(weights), moments, group)
         counts = [len(weight) for weight in weights]
         parts = zip(*(part.split(counts) for part in (quantized.q, quantized.scale, quantized.minimum)), strict=True)
@@ -100,26 +106,26 @@ class _Quantizer:
         for name, weight, part in zip(names, weights, parts, strict=True):
             one = Quantized(*part)
             new.append(one.dequantize())
-            self.done(name, _packed(one, group), _error(weight, new[-1], moments))
+            self.done(name, _packed(name, one, group), _error(weight, new[-1], moments))
         return new
 
     def experts(self, name: str, weight_ENK: Tensor, moments: Tensor) -> Tensor:
         """Quantize the stacked matrices of all experts, each with its own moments; gives them dequantized."""
-        group = self._group(name, weight_ENK.shape[-1])
+        group = self.group(name, weight_ENK)
         each = [_gptq(weight, moments[expert], group) for expert, weight in enumerate(weight_ENK)]
         stacked = Quantized(
             *(torch.stack(parts) for parts in zip(*((e.q, e.scale, e.minimum) for e in each), strict=True))
         )
         new = stacked.dequantize()
         errors = [_error(weight_ENK[e], new[e], moments[e]) for e in range(len(new)) if moments[e].any()]
-        self.done(name, _packed(stacked, group), sum(errors) / max(1, len(errors)))
+        self.done(name, _packed(name, stacked, group), sum(errors) / max(1, len(errors)))
         return new
 
-    def _group(self, name: str, columns: int) -> int | None:
-        """Columns of a group, None for INT8."""
+    def group(self, name: str, weight: Tensor) -> int | None:
+        """Columns of a group in the matrix or matrices `[..., N, K]` of that name, None for INT8."""
         coarse = any(part in name for part in _COARSE_NAMES) or name == EMBEDDING != self.head
         limit = self.group_size or (_COARSE if coarse else _FINE)
-        fitting = [size for size in GROUP_SIZES if size <= limit and columns % size == 0]
+        fitting = [size for size in GROUP_SIZES if size <= limit and weight.shape[-1] % size == 0]
         return max(fitting) if fitting and self.format == "int4" else None
 
 
@@ -127,12 +133,19 @@ def _gptq(weight: Tensor, moments: Tensor, group: int | None) -> Quantized:
     return gptq(weight, moments, INT4 if group else INT8, group or weight.shape[-1])
 
 
-def _packed(quantized: Quantized, group: int | None) -> Int8Matrix | Int4Matrix:
+def _packed(name: str, quantized: Quantized, group: int | None) -> Int8Matrix | Int4Matrix:
     q, scale, minimum = (part.numpy() for part in (quantized.q, quantized.scale, quantized.minimum))
-    require_finite(scale, minimum)
+    _require_finite(name, scale, minimum)
     if group:
         return pack_int4(q.astype(np.uint8), scale.astype(np.float16), minimum.astype(np.float16))
     return pack_int8(q.astype(np.int8), scale[..., 0])
+
+
+def _require_finite(name: str, *arrays: NDArray[np.float32]) -> None:
+    try:
+        require_finite(*arrays)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _error(weight: Tensor, new: Tensor, moments: Tensor) -> float:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from openk3.config import ModelConfig
 from openk3.parameters import HEAD, is_matrix
+from openk3.weights.errors import CheckpointError
 from openk3.weights.formats import Int4Matrix, Int8Matrix, Matrix, dequantize, quantize_int4, quantize_int8
 from openk3.weights.hf import open_checkpoint
 
@@ -50,11 +51,14 @@ class LoadedModel:
         Norms, biases and routers stay as they are. A matrix becomes INT8 where its columns do not fill groups of INT4,
         and stays float32 where they are no multiple of 4. Nothing of the result lies in the checkpoint's mapped file,
         whose pages would count as this process's memory.
+
+        Raises:
+            CheckpointError: a matrix is not finite, or too large for the format's scales.
         """
         if format == self.format:
             return self
         tensors = {
-            name: _rounded(dequantize(tensor), format) if is_matrix(name, tensor.shape) else np.array(tensor)
+            name: _rounded(name, dequantize(tensor), format) if is_matrix(name, tensor.shape) else np.array(tensor)
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
@@ -87,8 +91,11 @@ def load_weights(directory: Path) -> LoadedModel:
     return LoadedModel(checkpoint.config, {name: checkpoint.parameter(name) for name in checkpoint.shapes})
 
 
-def _rounded(matrix: NDArray[np.float32], format: Format) -> Matrix:
+def _rounded(name: str, matrix: NDArray[np.float32], format: Format) -> Matrix:
     columns = matrix.shape[-1]
-    if format == "int4" and columns % _GROUP_SIZE == 0:
-        return quantize_int4(matrix, _GROUP_SIZE)
-    return matrix if format == "float32" or columns % 4 else quantize_int8(matrix)
+    try:
+        if format == "int4" and columns % _GROUP_SIZE == 0:
+            return quantize_int4(matrix, _GROUP_SIZE)
+        return matrix if format == "float32" or columns % 4 else quantize_int8(matrix)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error

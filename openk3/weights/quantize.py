@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from dataclasses import asdict, dataclass
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
 Format = Literal["int8", "int4", "exact"]
 _SEQUENCE_TOKENS = 512
 _CALIBRATION_TOKENS = 16384
+_DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 # What a checkpoint has beside config.json and weights: tokenizer, templates, defaults of generation, licence, card.
 _COMPANIONS = (
-    "tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
-    "*.jinja", "LICENSE*", "NOTICE*", "README*",
+    "tokenizer*.json", "tokenizer.model*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+    "*.jinja", "additional_chat_templates/*.jinja", "generation_config.json", "LICENSE*", "NOTICE*", "README*",
 )  # fmt: skip
 
 
@@ -107,24 +107,29 @@ def quantize(
         raise ValueError("a calibration text changes nothing about the format exact: leave it out")
     if group_size is not None and group_size not in GROUP_SIZES:
         raise ValueError(f"the group size is {group_size}: it must be one of {', '.join(map(str, GROUP_SIZES))}")
-    if calibration is not None and not calibration.is_file():
-        raise ValueError(f"there is no calibration text {calibration}: name a text file")
-    name = Path(model).expanduser().absolute().name.removesuffix(".gguf")
-    final = (output or Path(f"{name}-{format}")).expanduser().absolute()
+    name = Path(model).absolute().name.removesuffix(".gguf")
+    try:
+        final = (output or Path(f"{name}-{format}")).expanduser().absolute()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"the output {output} cannot be looked up: {reason(error)}") from error
     _require_free(final)
+    if gguf is not None:
+        make = partial(_take_over, gguf)
+    else:
+        assert format != "exact"
+        directory = resolve(model, progress=progress)
+        tokens = calibration_tokens(directory, calibration)
+        make = partial(_calibrated, directory, tokens, format, group_size, progress)
     with store.exclusive(f"quantize-{hashlib.sha256(str(final).encode()).hexdigest()[:12]}"):
         _require_free(final)
         with store.new_directory(final) as making:
-            if gguf is not None:
-                parts = _take_over(gguf, making)
-            else:
-                assert format != "exact"
-                directory = resolve(model, progress=progress)
-                parts = _calibrated(directory, making, format, group_size, calibration, progress)
+            parts = make(making)
     return Outcome(final, format, parts)
 
 
 def _require_free(final: Path) -> None:
+    if final.is_symlink():
+        raise ValueError(f"{final} is a symbolic link: choose another --output, or remove it")
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise ValueError(f"{final} is there already: choose another --output, or remove it")
 
@@ -152,14 +157,13 @@ def _take_over(file: GGUFFile, making: Path) -> list[Part]:
 
 def _calibrated(
     directory: Path,
-    making: Path,
+    tokens: np.ndarray,
     format: Literal["int8", "int4"],
     group_size: int | None,
-    calibration: Path | None,
     progress: bool,
+    making: Path,
 ) -> list[Part]:
     loaded = load_weights(directory)
-    tokens = calibration_tokens(directory, calibration)
     import torch
 
     from openk3.weights.calibrated import quantize_calibrated
@@ -175,12 +179,22 @@ def _calibrated(
             bar(4 * sum(part.parameters for part in parts.values()))
 
         quantize_calibrated(loaded, format, group_size, torch.from_numpy(tokens), done)
+    _copy_companions(directory, making)
+    _write(making, loaded.config, {name: matrices[name] for name in loaded.tensors})
+    return [parts[name] for name in loaded.tensors]
+
+
+def _copy_companions(directory: Path, making: Path) -> None:
     for pattern in _COMPANIONS:
         for file in directory.glob(pattern):
             if file.is_file():
-                shutil.copyfile(file, making / file.name)
-    _write(making, loaded.config, {name: matrices[name] for name in loaded.tensors})
-    return [parts[name] for name in loaded.tensors]
+                try:
+                    content = file.read_bytes()
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {file}: {reason(error)}") from error
+                copy = making / file.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(content)
 
 
 def calibration_tokens(directory: Path, text: Path | None = None) -> np.ndarray:
@@ -194,21 +208,25 @@ def calibration_tokens(directory: Path, text: Path | None = None) -> np.ndarray:
 
     Raises:
         ValueError: the file cannot be read, is no text or is shorter than one sequence.
+        CheckpointError: the tokenizer cannot be read, or makes tokens that the model does not have.
     """
     import tokenizers
 
-    limit = min(_SEQUENCE_TOKENS, load_config(directory).max_position_embeddings)
+    config = load_config(directory)
+    limit = min(_SEQUENCE_TOKENS, config.max_position_embeddings)
     try:
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{directory / 'tokenizer.json'} cannot be read ({reason(error)})") from error
     backend.no_truncation()
     backend.no_padding()
-    try:
-        words = (text or files("openk3.weights").joinpath("calibration.txt")).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text} is not UTF-8 text: {reason(error)}") from error
-    ids = backend.encode(words, add_special_tokens=False).ids
+    text = text or _DEFAULT_TEXT
+    ids = backend.encode(_text(text), add_special_tokens=False).ids
+    if (most := max(ids, default=0)) >= config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {directory} makes token {most} of {text}, and config.json knows 0 to "
+            f"{config.vocab_size - 1}: tokenizer and weights do not belong together"
+        )
     count = len(ids) // limit
     if count == 0:
         raise ValueError(
@@ -217,6 +235,15 @@ def calibration_tokens(directory: Path, text: Path | None = None) -> np.ndarray:
     sequences = np.array(ids[: count * limit], np.int64).reshape(count, limit)
     wanted = min(count, _CALIBRATION_TOKENS // limit)
     return sequences[np.arange(wanted) * count // wanted]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the calibration text {path} cannot be read ({reason(error)}): name a text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the calibration text {path} is not UTF-8 ({reason(error)}): name a text file") from error
 
 
 def _write(making: Path, config: ModelConfig, matrices: dict[str, Matrix]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openk3.parameters import is_matrix
 from openk3.weights.errors import CheckpointError
 from openk3.weights.formats import ALIGNMENT, Int4Matrix, Int8Matrix, Matrix, aligned
 from openk3.weights.safetensors_writer import write_arrays
@@ -42,7 +43,7 @@ def check_quantization_config(value: Any, path: Path) -> None:
         CheckpointError: it is not of this project, of a later version, or not whole.
     """
     method = value.get("quant_method") if isinstance(value, dict) else value
-    if method != METHOD:
+    if not isinstance(value, dict) or method != METHOD:
         raise CheckpointError(
             f"{path} describes weights quantized with {method!r} (quantization_config): take the unquantized "
             f"checkpoint or a GGUF file"
@@ -90,15 +91,20 @@ def read_matrix(
         path: of the file, for messages.
 
     Raises:
-        CheckpointError: a tensor is missing, or they contradict each other or `shape`.
+        CheckpointError: it is no matrix that quantizing may change, a tensor is missing, or they contradict each other
+            or `shape`.
     """
+    if not is_matrix(name, shape):
+        raise CheckpointError(
+            f"{path} has {name} quantized: norms, biases and routers must be floating-point numbers, quantize the "
+            f"model again"
+        )
     tensors = tensor_names(name, arrays)
     if missing := [tensor for tensor in tensors if tensor not in arrays]:
         raise CheckpointError(f"{path} lacks {missing[0]}, which belongs to {name}: quantize the model again")
-    rows = shape[-2] if len(shape) >= 2 else 0
     values, scale, *minimum = (_whole(arrays[tensor]) for tensor in tensors)
     try:
-        matrix = Int4Matrix(values, scale, minimum[0], rows) if minimum else Int8Matrix(values, scale, rows)
+        matrix = Int4Matrix(values, scale, minimum[0], shape[-2]) if minimum else Int8Matrix(values, scale, shape[-2])
     except ValueError as error:
         raise CheckpointError(f"{path} has a damaged tensor {name} ({error}): quantize the model again") from error
     if matrix.shape != shape:

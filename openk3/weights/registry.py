@@ -84,7 +84,7 @@ def unknown(name: str) -> CheckpointError:
     """The error for a name that is neither a path, a hub id nor in the registry."""
     names = [model.alias for model in known_models()]
     close = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known names are {', '.join(names)};"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known names are {', '.join(names)}."
     return CheckpointError(
         f"unknown model {name!r}: {hint} A directory, a .gguf file or a Hugging Face id (owner/name) works too"
     )

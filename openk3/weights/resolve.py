@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from openk3.weights import registry
 from openk3.weights.errors import CheckpointError, reason
@@ -29,14 +30,10 @@ def resolve(name_or_path: str, *, progress: bool = True) -> Path:
         raise CheckpointError("the name of the model is empty: give an alias, a directory or a .gguf file")
     if (model := registry.find(name_or_path)) is not None:
         return pull(model, progress=progress)
-    try:
-        path = Path(name_or_path).expanduser()
-        is_dir, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # too long a name, a directory that may not be read, no such user
-        raise CheckpointError(f"{name_or_path[:80]!r} cannot be looked up: {reason(error)}") from error
-    if is_dir:
+    path, kind = _look_up(name_or_path)
+    if kind == "directory":
         return path
-    if is_file:
+    if kind == "file":
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path} is a single file: give its directory, or a .gguf file")
         return _converted(path, progress)
@@ -57,18 +54,30 @@ def resolve_gguf(name_or_path: str, *, progress: bool = True) -> Path | None:
     """The GGUF file that `resolve` makes a directory of, or None where the model comes otherwise.
 
     Raises:
-        CheckpointError: it cannot be fetched.
+        CheckpointError: it cannot be looked up or fetched.
     """
     if (model := registry.find(name_or_path)) is not None:
         return pull_file(model, progress=progress)
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
+    path, kind = _look_up(name_or_path)
+    if kind == "file":
         return path if path.suffix.lower() == ".gguf" else None
     if (match := _HUB_FILE.fullmatch(name_or_path)) is None:
         return None
     from openk3.weights import hub  # imported late, as the hub's library takes a while
 
     return hub.fetch_file(match[1], match[2], progress)
+
+
+def _look_up(name_or_path: str) -> tuple[Path, Literal["directory", "file"] | None]:
+    """
+    Raises:
+        CheckpointError: too long a name, a directory that may not be read, no such user.
+    """
+    try:
+        path = Path(name_or_path).expanduser()
+        return path, "directory" if path.is_dir() else "file" if path.is_file() else None
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{name_or_path[:80]!r} cannot be looked up: {reason(error)}") from error
 
 
 def _converted(path: Path, progress: bool) -> Path:

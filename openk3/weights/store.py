@@ -96,23 +96,28 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
 def new_directory(final: Path) -> Iterator[Path]:
     """A directory to fill that becomes `final` when the block ends without an error, and vanishes otherwise.
 
-    Call it under a lock on `final`. Left-overs of killed processes are removed first.
+    Call it under a lock on `final`. Left-overs of killed processes are removed first. The block only writes: what it
+    has to read, it reads under error messages of its own.
+
+    Raises:
+        CheckpointError: something cannot be written; an `OSError` of the block is taken for that.
     """
-    for stale in _make_dir(final.parent).glob(f"{_TEMPORARY}{glob.escape(final.name)}-{'?' * _RANDOM_LETTERS}"):
+    parent, making = _make_dir(final.parent), None
+    for stale in parent.glob(f"{_TEMPORARY}{glob.escape(final.name)}-{'?' * _RANDOM_LETTERS}"):
         shutil.rmtree(stale, ignore_errors=True)
-    making = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{final.name}-", dir=final.parent))
     try:
+        making = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{final.name}-", dir=parent))
         making.chmod(0o755)
         yield making
-        for file in making.iterdir():
-            flush(file)
-        flush(making)
+        for path in (*making.rglob("*"), making):
+            flush(path)
         making.replace(final)
-        flush(final.parent)
+        flush(parent)
     except OSError as error:
-        raise CheckpointError(f"cannot write {final}: {reason(error)}; make room or set OPENK3_HOME") from error
+        raise CheckpointError(f"cannot write {final}: {_why(error)}; make room, or {_elsewhere(final)}") from error
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        if making is not None:
+            shutil.rmtree(making, ignore_errors=True)
 
 
 def flush(path: Path) -> None:
@@ -139,5 +144,16 @@ def _make_dir(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"cannot create {path}: {reason(error)}; set OPENK3_HOME to a writable place") from error
+        raise CheckpointError(f"cannot create {path}: {_why(error)}; {_elsewhere(path)}") from error
     return path
+
+
+def _why(error: OSError) -> str:
+    """Without the names of temporary files."""
+    return error.strerror or reason(error)
+
+
+def _elsewhere(path: Path) -> str:
+    """How the user has `path` lie in another place."""
+    ours = path.is_relative_to(cache_root())
+    return "set OPENK3_HOME to a writable place" if ours else "choose a writable --output"
