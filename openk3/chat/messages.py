@@ -9,7 +9,8 @@ The format is that of OpenAI's chat completions: https://platform.openai.com/doc
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -17,9 +18,15 @@ ROLES = ("system", "user", "assistant", "tool")
 # Far beyond any real JSON schema, and far below Python's recursion limit.
 _MAX_DEPTH = 64
 
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
 
 class Message(TypedDict, total=False):
-    """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls``."""
+    """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls`` and ``tools``.
+
+    A system message with ``tools`` and no content adds tools from its place in the chat on.
+    """
 
     role: str
     content: str | list[dict[str, Any]]
@@ -27,6 +34,7 @@ class Message(TypedDict, total=False):
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
+    tools: list[dict[str, Any]]
 
 
 def validate_messages(messages: object) -> list[Message]:
@@ -53,15 +61,39 @@ def validate_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check a list of function tools in OpenAI's form and return a plain copy; None for None and the empty list.
 
     Raises:
-        ValueError: not a list, or an entry that is not ``{"type": "function", "function": {"name": ...}}``.
+        ValueError: not a list, an entry that is not ``{"type": "function", "function": {"name": ...}}``, a name that is
+            taken or has other characters than letters, digits, ``_`` and ``-``, or more than 128 tools.
     """
-    if tools is None:
-        return None
+    return None if tools is None else _tools(tools, "tools") or None
+
+
+def offered_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """All tools of a checked chat: `tools`, then those that its system messages add.
+
+    Raises:
+        ValueError: a name that is there twice.
+    """
+    offered = [dict(tool) for tool in tools or ()]
+    names = {tool["function"]["name"] for tool in offered}
+    for i, message in enumerate(messages):
+        for k, tool in enumerate(message.get("tools", ())):
+            name = tool["function"]["name"]
+            if name in names:
+                raise ValueError(f"messages[{i}].tools[{k}].function.name: there is a tool {name!r} already")
+            names.add(name)
+            offered.append(tool)
+    return offered
+
+
+def _tools(tools: object, path: str) -> list[dict[str, Any]]:
     if not isinstance(tools, (list, tuple)):
-        raise ValueError(f"tools: expected a list of tools, got {_kind(tools)}")
-    checked = []
+        raise ValueError(f"{path}: expected a list of tools, got {_kind(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"{path}: {len(tools)} tools; at most {MAX_TOOLS} are possible")
+    checked: list[dict[str, Any]] = []
+    names: set[str] = set()
     for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
+        where = f"{path}[{i}]"
         if not isinstance(tool, Mapping):
             raise ValueError(f"{where}: expected an object, got {_kind(tool)}")
         if tool.get("type") != "function":
@@ -71,9 +103,27 @@ def validate_tools(tools: object) -> list[dict[str, Any]] | None:
         function = tool.get("function")
         if not isinstance(function, Mapping):
             raise ValueError(f"{where}.function: expected an object, got {_kind(function)}")
-        _required_name(function.get("name"), f"{where}.function.name")
+        _check_function(function, f"{where}.function")
+        if function["name"] in names:
+            raise ValueError(f"{where}.function.name: there is a tool {function['name']!r} already")
+        names.add(function["name"])
         checked.append(_plain(tool, where))
-    return checked or None
+    return checked
+
+
+def _check_function(function: Mapping[str, Any], where: str) -> None:
+    name = function.get("name")
+    _required_name(name, f"{where}.name")
+    if not _TOOL_NAME.fullmatch(str(name)):
+        raise ValueError(
+            f"{where}.name: {name!r} is not a name of 1 to 64 letters (a-z, A-Z), digits, underscores and dashes"
+        )
+    if function.get("description") is not None:
+        check_text(function["description"], f"{where}.description")
+    if not isinstance(function.get("parameters"), (Mapping, type(None))):
+        raise ValueError(f"{where}.parameters: expected a JSON schema, got {_kind(function['parameters'])}")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise ValueError(f"{where}.strict: expected true or false, got {_kind(function['strict'])}")
 
 
 def check_text(text: object, where: str) -> str:
@@ -107,13 +157,18 @@ def _validate_message(message: object, where: str) -> Message:
     checked: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     content = message.get("content")
-    if content is not None:
+    if message.get("tools") is not None:
+        if role != "system" or content is not None:
+            raise ValueError(f"{where}.tools: only a system message without content can add tools")
+        checked["tools"] = _tools(message["tools"], f"{where}.tools")
+    elif content is not None:
         checked["content"] = _content(content, f"{where}.content")
     elif role == "assistant" and calls:
         checked["content"] = ""  # many templates add it to a string without asking whether it is there
     else:
         raise ValueError(
-            f"{where}.content: missing; give text (only an assistant message with tool_calls may have none)"
+            f"{where}.content: missing; give text (only an assistant message with tool_calls may have none, "
+            "and a system message that adds tools)"
         )
     if calls is not None:
         if role != "assistant":
@@ -125,7 +180,7 @@ def _validate_message(message: object, where: str) -> Message:
         if message.get(field) is not None:
             checked[field] = check_text(message[field], f"{where}.{field}")
     for field, value in message.items():
-        if field not in checked and field not in ("content", "tool_calls") and value is not None:
+        if field not in checked and field not in ("content", "tool_calls", "tools") and value is not None:
             checked[check_text(field, f"{where}: field name")] = _plain(value, f"{where}.{field}")
     return checked  # type: ignore[return-value]  # built field by field above
 
