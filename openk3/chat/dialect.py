@@ -129,7 +129,7 @@ class _TemplateWriter:
         self.thinks = thinks
         self._plain = ChatTemplate(sources["default"], special_tokens)
         self._with_tools = ChatTemplate(sources["tool_use"], special_tokens) if "tool_use" in sources else self._plain
-        self.takes_tools = self._takes_tools()
+        self.takes_tools = "tool_use" in sources or self._takes_tools()
 
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
