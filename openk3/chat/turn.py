@@ -7,7 +7,7 @@ alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from openk3.chat.history import check_tool_history, used_call_ids
@@ -15,6 +15,7 @@ from openk3.chat.marks import Mark
 from openk3.chat.messages import Message, offered_tools
 from openk3.chat.parser import ReplyParser
 from openk3.chat.tokenizer import Tokenizer
+from openk3.engine.request import SamplingParams
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Mapping[str, Any]
 
@@ -25,14 +26,19 @@ class Turn:
 
     Attributes:
         prompt_ids: what the model reads. Where a call is required they end with its beginning.
-        sampling: what the engine is told besides the request's own sampling arguments.
     """
 
     prompt_ids: list[int]
-    sampling: dict[str, Any]
+    _stop_token_ids: tuple[int, ...]
     _tokenizer: Tokenizer
     _beginning: list[int]
     _options: dict[str, Any] = field(default_factory=dict)
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """The sampling parameters of a request, with what this turn needs besides."""
+        # The seam of constrained calls: a grammar for the tools in the dialect's marks, to begin after `_beginning`,
+        # goes into these parameters; the parser is then told `valid=True` and hands calls on as they are written.
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *self._stop_token_ids))
 
     def parser(self, stop: Sequence[str] = ()) -> ReplyParser:
         """A reader for one reply to this turn. `stop`: as the engine is told."""
@@ -73,19 +79,15 @@ def prepare_turn(
     beginning = dialect.call_beginning(name, thinking) if mode == "required" else []
     # A function that was named is called once, and parallel calls have to be wanted.
     single = bool(names) and (name is not None or not parallel_tool_calls)
-    sampling: dict[str, Any] = {}
-    end = next((text for text, mark in dialect.marks.meaning.items() if mark is Mark.END_CALL), None)
-    if single and end in dialect.control.ids:
-        sampling["stop_token_ids"] = (dialect.control.ids[end],)
-    # The seam of constrained calls: a grammar for `names` in the dialect's marks, that begins after `beginning`, goes
-    # into `sampling`; where there is one, the parser is told `valid=True` and hands calls on as they are written.
+    ends = [text for text, mark in dialect.marks.meaning.items() if single and mark is Mark.END_CALL]
+    stops = tuple(dialect.control.ids[text] for text in ends if text in dialect.control.ids)
     options = {
         "tools": names,
         "thinking": thinking,
         "max_calls": 1 if single else None,
         "used_ids": used_call_ids(messages),
     }
-    return Turn(prompt_ids + beginning, sampling, tokenizer, beginning, options)
+    return Turn(prompt_ids + beginning, stops, tokenizer, beginning, options)
 
 
 def check_tool_choice(choice: object, names: Sequence[str]) -> tuple[Literal["auto", "none", "required"], str | None]:
