@@ -1,6 +1,7 @@
 """Tools for checkpoints whose template has no place for them: everything about tools is written into ordinary turns.
 
-The words and tags are those of Qwen's and Hermes' templates, which more models have seen than any others.
+The tags are those of Qwen's and Hermes' templates, which more models have seen than any others; the words are few, as
+contexts of such models are small.
 """
 
 from __future__ import annotations
@@ -11,22 +12,15 @@ from typing import Any
 
 from openk3.chat.messages import Message
 
-_INSTRUCTIONS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+_INSTRUCTIONS = """You may call functions. For each call write its name and arguments as JSON within tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+</tool_call>
+The functions:
+{tools}"""
 
 # What of it a vocabulary may have as tokens.
-TAGS = "<tools></tools><tool_call></tool_call><tool_response></tool_response>"
+TAGS = "<tool_call></tool_call><tool_response></tool_response>"
 
 
 def write_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
