@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from conftest import random_model
 from openk3.chat import Tokenizer
 from openk3.chat.native import NATIVE_TOKENS
 from openk3.chat.parser import ReplyParser
 from openk3.chat.reply import Reply
+from openk3.config import preset
 from openk3.serve.logprobs import _byte_alphabet
+
+if TYPE_CHECKING:
+    from openk3.llm import LLM
 
 # Qwen 3 in short: reasoning of earlier turns is left out, the rest as in its template.
 QWEN = """{%- if tools %}<|im_start|>system
@@ -54,7 +67,8 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 MISTRAL = """{% for m in messages %}
-{%- if m.role == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {{- '[INST] ' + m.content + '[/INST]' }}
 {%- elif m.tool_calls %}[TOOL_CALLS] [
 {%- for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}]</s>
@@ -70,7 +84,7 @@ MISTRAL_TOKENS = ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS
 
 @cache
 def tokenizer(dialect: str) -> Tokenizer:
-    """The dialects: "qwen" has its marks as tokens, "qwen-text" as text, "plain" knows no tools, "mistral", "native"."""
+    """What speaks "qwen" (marks are tokens), "qwen-text" (they are text), "plain" (no tools), "mistral" or "native"."""
     special: Sequence[str] = CHATML
     tags: Sequence[str] = ()
     template: str | None = QWEN
@@ -100,7 +114,7 @@ def read(parser: ReplyParser, ids: Sequence[int], cuts: Sequence[int] = (), *, c
     """Have a reply read in pieces that end at `cuts`."""
     reply = Reply()
     places = [0, *sorted(cuts), len(ids)]
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in pairwise(places):
         reply.add(parser.feed(ids[begin:end]))
     reply.add(parser.finish(cut))
     return reply
@@ -110,3 +124,40 @@ def counted_ids() -> Any:
     """Ids for calls that are the same in every run: call0, call1, ..."""
     numbers = iter(range(1000))
     return lambda: f"call{next(numbers)}"
+
+
+@cache
+def chat_llm(dialect: str) -> LLM:
+    """A random model that speaks a dialect, loaded from disk like any other. Never closed."""
+    from openk3.llm import load
+
+    directory = Path(tempfile.mkdtemp(prefix="openk3-chat-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    reads = tokenizer(dialect)
+    random_model(replace(preset("debug"), vocab_size=320, max_position_embeddings=4096)).save_pretrained(directory)
+    reads.backend.save(str(directory / "tokenizer.json"))
+    settings = {"chat_template": reads.chat_template, **reads.special_tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load(directory)
+
+
+def has_model_say(monkeypatch: pytest.MonkeyPatch, dialect: str, *parts: str) -> None:
+    """Have every reply be made of `parts` (see `ids_of`) and the end of text, and not of what the random model prefers.
+
+    All but the choice of the token is the real thing.
+    """
+    ids = [*ids_of(dialect, *parts), *tokenizer(dialect).eos_token_ids[:1]]
+
+    def chosen(logits: Any, params: Any, seed: int, tokens: Sequence[int], prompt_length: int, *_: Any) -> int:
+        return ids[len(tokens) - prompt_length]
+
+    monkeypatch.setattr("openk3.engine.engine.sample_token", chosen)
+
+
+def ids_of(dialect: str, *parts: str) -> list[int]:
+    """Tokens of a reply: of parts that are a mark as a whole, the mark; else of the text, whatever it spells."""
+    control = tokenizer(dialect).dialect.control
+    ids: list[int] = []
+    for part in parts:
+        ids += [control.ids[part]] if part in control.ids else control.encode(control.guard(part))
+    return ids

@@ -111,7 +111,7 @@ def assert_equal_to_transformers(directory: Path) -> None:
             for skip in (False, True):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip), text
     takes_tools = "tools" in (ours.chat_template or "")  # Transformers drops them where a template does not
-    chats, tool_lists = (([*CHATS.values(), TOOL_CHAT], (None, TOOLS)) if takes_tools else (CHATS.values(), (None,)))
+    chats, tool_lists = ([*CHATS.values(), TOOL_CHAT], (None, TOOLS)) if takes_tools else (CHATS.values(), (None,))
     for chat, tools, generation in product(chats, tool_lists, (True, False)):
         rendered = ours.render_chat(chat, tools, generation)
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation}

@@ -64,13 +64,14 @@ class CallObject:
     def call(self, names: Container[str]) -> tuple[str, str] | None:
         """Name and arguments (JSON of an object) of the complete object; None if it is not a call of one of `names`."""
         value = _loads(self.text) if self.ended else None
-        if not isinstance(value, dict) or value.get("name") not in names:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(name, str) or name not in names:
             return None
         key = next((key for key in _ARGUMENTS if key in value), None)
         arguments = checked_arguments(self.arguments_so_far) if self.arguments_so_far else None
         if arguments is None:
             arguments = "{}" if key is None else _as_object(value[key])
-        return None if arguments is None else (value["name"], arguments)
+        return None if arguments is None else (name, arguments)
 
     def _step(self, char: str, i: int, text: str) -> None:
         """Take character `i` of the `text` that is being pushed."""
@@ -143,7 +144,8 @@ def checked_arguments(text: str) -> str | None:
     """`text` if it is a JSON object; the object in valid JSON if only strings hold raw line ends; else None."""
     if isinstance(_loads(text, strict=True), dict):
         return text
-    return _as_object(_loads(text))
+    value = _loads(text)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
 
 
 def _as_object(value: object) -> str | None:
