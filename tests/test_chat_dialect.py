@@ -143,3 +143,8 @@ def test_tool_choices_without_tools() -> None:
         check_tool_choice("required", [])
     with pytest.raises(ValueError, match=r"^tool_choice: there is no tool 'g'; there are no tools$"):
         check_tool_choice({"type": "function", "function": {"name": "g"}}, [])
+
+
+def test_parallel_tool_calls_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match=r"^parallel_tool_calls: expected true or false, got text$"):
+        prepare_turn(tokenizer("qwen"), validate_messages([USER]), None, "auto", "yes")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_support import TAGS, chat_llm, has_model_say, tokenizer, tool
-from openai import OpenAI
+from openai import LengthFinishReasonError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import MODEL, client, live, sse
 
@@ -128,12 +128,14 @@ def test_no_mark_is_in_any_field(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cut_call(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     has_model_say(monkeypatch, "qwen", "<tool_call>", '{"name": "weather", "arguments": {"city": "a long name')
     (whole,) = api.chat.completions.create(**BODY, max_tokens=50).choices
-    with api.chat.completions.stream(**BODY, max_tokens=50) as stream:
-        (streamed,) = stream.get_final_completion().choices
+    stream = api.chat.completions.stream(**BODY, max_tokens=50)
+    with stream as events, pytest.raises(LengthFinishReasonError) as caught:
+        events.get_final_completion()
+    (streamed,) = caught.value.completion.choices
     for choice in (whole, streamed):
         assert choice.finish_reason == "length"
         assert choice.message.tool_calls is not None
-        assert choice.message.tool_calls[0].function.arguments == '{"city": "a long n'
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "a long'
 
 
 def test_no_calls_where_none_are_wanted(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

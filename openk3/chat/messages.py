@@ -51,7 +51,7 @@ def validate_messages(messages: object) -> list[Message]:
         ValueError: anything that is not such a list; the text names the index and the field.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, (list, tuple)):
-        raise ValueError(f"messages: expected a list of messages, got {_kind(messages)}")
+        raise ValueError(f"messages: expected a list of messages, got {kind(messages)}")
     if not messages:
         raise ValueError("messages: the list is empty; give at least one message")
     return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -87,7 +87,7 @@ def offered_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]
 
 def _tools(tools: object, path: str) -> list[dict[str, Any]]:
     if not isinstance(tools, (list, tuple)):
-        raise ValueError(f"{path}: expected a list of tools, got {_kind(tools)}")
+        raise ValueError(f"{path}: expected a list of tools, got {kind(tools)}")
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"{path}: {len(tools)} tools; at most {MAX_TOOLS} are possible")
     checked: list[dict[str, Any]] = []
@@ -95,14 +95,14 @@ def _tools(tools: object, path: str) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools):
         where = f"{path}[{i}]"
         if not isinstance(tool, Mapping):
-            raise ValueError(f"{where}: expected an object, got {_kind(tool)}")
+            raise ValueError(f"{where}: expected an object, got {kind(tool)}")
         if tool.get("type") != "function":
             raise ValueError(
                 f"{where}.type: {tool.get('type')!r} is not supported; the only kind of tool is 'function'"
             )
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{where}.function: expected an object, got {_kind(function)}")
+            raise ValueError(f"{where}.function: expected an object, got {kind(function)}")
         _check_function(function, f"{where}.function")
         if function["name"] in names:
             raise ValueError(f"{where}.function.name: there is a tool {function['name']!r} already")
@@ -121,9 +121,9 @@ def _check_function(function: Mapping[str, Any], where: str) -> None:
     if function.get("description") is not None:
         check_text(function["description"], f"{where}.description")
     if not isinstance(function.get("parameters"), (Mapping, type(None))):
-        raise ValueError(f"{where}.parameters: expected a JSON schema, got {_kind(function['parameters'])}")
+        raise ValueError(f"{where}.parameters: expected a JSON schema, got {kind(function['parameters'])}")
     if not isinstance(function.get("strict"), (bool, type(None))):
-        raise ValueError(f"{where}.strict: expected true or false, got {_kind(function['strict'])}")
+        raise ValueError(f"{where}.strict: expected true or false, got {kind(function['strict'])}")
 
 
 def check_text(text: object, where: str) -> str:
@@ -133,7 +133,7 @@ def check_text(text: object, where: str) -> str:
         ValueError: another type, or a lone surrogate in it; the text names `where`.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where}: expected text, got {_kind(text)}")
+        raise ValueError(f"{where}: expected text, got {kind(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -147,7 +147,7 @@ def check_text(text: object, where: str) -> str:
 
 def _validate_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where}: expected an object with role and content, got {_kind(message)}")
+        raise ValueError(f"{where}: expected an object with role and content, got {kind(message)}")
     if "role" not in message:
         raise ValueError(f"{where}.role: missing; give one of {', '.join(ROLES)}")
     role = message["role"]
@@ -189,7 +189,7 @@ def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return check_text(content, where)
     if not isinstance(content, (list, tuple)):
-        raise ValueError(f"{where}: expected text or a list of text parts, got {_kind(content)}")
+        raise ValueError(f"{where}: expected text or a list of text parts, got {kind(content)}")
     if not content:
         raise ValueError(f"{where}: the list of parts is empty; give at least one text part")
     texts = []
@@ -199,7 +199,7 @@ def _content(content: object, where: str) -> str:
             texts.append(check_text(part, place))
             continue
         if not isinstance(part, Mapping):
-            raise ValueError(f"{place}: expected a text part, got {_kind(part)}")
+            raise ValueError(f"{place}: expected a text part, got {kind(part)}")
         if part.get("type") != "text":
             raise ValueError(f"{place}.type: {part.get('type')!r} is not supported; this model reads only 'text' parts")
         if "text" not in part:
@@ -210,15 +210,15 @@ def _content(content: object, where: str) -> str:
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, (list, tuple)):
-        raise ValueError(f"{where}: expected a list of calls, got {_kind(calls)}")
+        raise ValueError(f"{where}: expected a list of calls, got {kind(calls)}")
     checked = []
     for i, call in enumerate(calls):
         place = f"{where}[{i}]"
         if not isinstance(call, Mapping):
-            raise ValueError(f"{place}: expected an object, got {_kind(call)}")
+            raise ValueError(f"{place}: expected an object, got {kind(call)}")
         function = call.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{place}.function: expected an object with name and arguments, got {_kind(function)}")
+            raise ValueError(f"{place}.function: expected an object with name and arguments, got {kind(function)}")
         _required_name(function.get("name"), f"{place}.function.name")
         plain_call = _plain(call, place)
         # Clients send JSON text and templates write with `tojson`: left as text, the arguments would be quoted twice.
@@ -235,7 +235,7 @@ def _arguments(arguments: object, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:  # not only JSONDecodeError: an integer may have too many digits
             raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: expected a JSON object, got {_kind(arguments)}")
+        raise ValueError(f"{where}: expected a JSON object, got {kind(arguments)}")
     plain: dict[str, Any] = _plain(arguments, where)
     return plain
 
@@ -259,9 +259,9 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise ValueError(f"{where}: expected a JSON value, got {_kind(value)}")
+    raise ValueError(f"{where}: expected a JSON value, got {kind(value)}")
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
     names = {type(None): "nothing (null)", str: "text", dict: "an object", list: "a list", bool: "a boolean"}
     return names.get(type(value), f"{type(value).__name__}")

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from openk3.chat.history import check_tool_history, used_call_ids
 from openk3.chat.marks import Mark
-from openk3.chat.messages import Message, offered_tools
+from openk3.chat.messages import Message, kind, offered_tools
 from openk3.chat.parser import ReplyParser
 from openk3.chat.tokenizer import Tokenizer
 from openk3.engine.request import SamplingParams
@@ -68,6 +68,8 @@ def prepare_turn(
         ValueError: calls and results that do not fit each other, a tool choice that is none or that no tool answers, a
             checkpoint that cannot chat, a template that refused the chat. The text begins with the argument's name.
     """
+    if not isinstance(parallel_tool_calls, bool):
+        raise ValueError(f"parallel_tool_calls: expected true or false, got {kind(parallel_tool_calls)}")
     check_tool_history(messages)
     dialect = tokenizer.dialect
     mode, name = check_tool_choice(tool_choice, [tool["function"]["name"] for tool in offered_tools(messages, tools)])
