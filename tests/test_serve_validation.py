@@ -131,8 +131,6 @@ def test_bad_chat(change: dict[str, Any], param: str, code: str, message: str) -
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from openk3.chat.messages import Message, validate_messages
+from openk3.chat.messages import Message, validate_messages, validate_tools
 from openk3.serve.errors import shown
 
 MAX_STOPS = 16
@@ -88,6 +88,14 @@ def _messages(value: object) -> list[Message]:
         prepared = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
     try:
         return validate_messages(prepared)
+    except ValueError as error:
+        path, _, reason = str(error).partition(": ")
+        raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
+
+
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    try:
+        return validate_tools(value)
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -220,9 +228,11 @@ class ChatRequest(SamplingBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Annotated[list[Any] | None, PlainValidator(_tools)] = None
+    tool_choice: Any = None  # checked with the tools, which the messages may hold
+    parallel_tool_calls: bool | None = None
 
     metadata: Harmless = None
-    parallel_tool_calls: Harmless = None
     prediction: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_options: Harmless = None
@@ -238,8 +248,6 @@ class ChatRequest(SamplingBody):
     moderation: Annotated[None, unsupported()] = None
     reasoning_effort: Annotated[None, unsupported("none")] = None
     response_format: Annotated[None, unsupported({"type": "text"})] = None
-    tool_choice: Annotated[None, unsupported("none", "auto")] = None
-    tools: Annotated[None, unsupported([])] = None
     verbosity: Annotated[None, unsupported("medium")] = None
     web_search_options: Annotated[None, unsupported()] = None
 
