@@ -41,8 +41,8 @@ class Response:
     Attributes:
         text: the generated text, without the stop string that ended it.
         token_ids: every generated id, the one that ended it included.
-        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up) or
-            "cancelled".
+        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up, or a stop
+            string came before the text had the form that `grammar=` asked for) or "cancelled".
         timings: seconds to the first token, seconds in all, tokens per second while decoding.
         logprobs: one entry per token where `logprobs=` was asked for, else None.
     """

@@ -20,6 +20,7 @@ from engine_support import EOS, RUNNERS, ByteTokenizer, add, finish, random_toke
 
 from openk3.engine import Delta, Engine, EngineLoop, Handle, SamplingParams, naive
 from openk3.engine.engine import EngineStats
+from openk3.engine.grammar.spec import Grammar
 
 SHARED = random_tokens(12, seed=100)  # all prompts begin with it: three pages
 PROMPTS = [SHARED + random_tokens(length, seed=length) for length in (9, 17, 2)]
@@ -88,15 +89,19 @@ FEATURES: dict[str, Feature] = {
         proof=lambda replies, stats: all(len(r.logprobs or ()) == len(r.token_ids) for r in replies),
     ),
     "stop texts": Feature(
-        params=a_stop_text, proof=lambda replies, stats: any(r.finish_reason == "stop" for r in replies)
+        params=a_stop_text, proof=lambda replies, stats: any(r.stop_match is not None for r in replies)
     ),
     "stop tokens": Feature(
-        params=a_stop_token, proof=lambda replies, stats: all(r.finish_reason == "stop" for r in replies)
+        params=a_stop_token, proof=lambda replies, stats: all(r.stop_match is not None for r in replies)
     ),
     "end of context": Feature(params={"max_tokens": None}),
     "end of text": Feature(
         params={"ignore_eos": False, "logit_bias": {EOS: 2.5}},
         proof=lambda replies, stats: any(r.token_ids[-1] == EOS for r in replies),
+    ),
+    "grammar": Feature(
+        params={"grammar": Grammar.regex("[a-z]+(<=[0-9]+=>[a-z]+)*")},  # with tokens that are forced
+        proof=lambda replies, stats: all(r.text[:1].islower() for r in replies),
     ),
     "window layers": Feature(model=("window",)),
     "layers without positions": Feature(model=("nope",)),
@@ -108,7 +113,7 @@ FEATURES: dict[str, Feature] = {
 
 @cache
 def oracle(model: tuple[str, ...], half: bool, prompt: int, setting: str) -> Delta:
-    params = eval(setting, {"SamplingParams": SamplingParams})  # noqa: S307 (its own repr, a key for the cache)
+    params = eval(setting, {"SamplingParams": SamplingParams, "Grammar": Grammar})  # noqa: S307 (its own repr, a key for the cache)
     return naive.generate(
         small_model(*model), ByteTokenizer(), PROMPTS[prompt], params, max_model_len=CONTEXT, half_cache=half
     )

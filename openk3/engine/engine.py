@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from openk3.engine.config import EngineConfig
 from openk3.engine.detokenizer import TextStream, TokenizerLike
+from openk3.engine.grammar.matcher import GrammarCompiler, Matcher
+from openk3.engine.grammar.spec import Grammar
 from openk3.engine.groups import GIVEN_BACK, LayerGroup, layer_groups, most_pages, prefix_keys
 from openk3.engine.pacing import Pacer
 from openk3.engine.pages import PagePool, extend_page_hashes, page_bytes
@@ -111,6 +113,7 @@ class Engine:
         self.vocab_size: int = model.config.vocab_size
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)
         groups = layer_groups(model.config, config.max_model_len or model.config.max_position_embeddings)
         self._windows = [group.window for group in groups]
         self._num_pages = _number_of_pages(model, groups, config)
@@ -150,7 +153,7 @@ class Engine:
                 there are any.
 
         Raises:
-            ValueError: an empty or too long prompt, or token ids outside the vocabulary.
+            ValueError: an empty or too long prompt, token ids outside the vocabulary, or a grammar that cannot be used.
         """
         self._check_prompt(prompt_ids)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -159,6 +162,7 @@ class Engine:
                     raise ValueError(f"{name} names token {i}: the vocabulary ends at {self.vocab_size - 1}")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ValueError(f"priority is {priority!r}: it must be an integer")
+        grammar = params.grammar
         room = self.max_model_len - len(prompt_ids)
         return Request(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
@@ -169,7 +173,16 @@ class Engine:
             max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             text=TextStream(self._tokenizer, params.stop),
             arrived_at=time.monotonic(),
+            matcher=None if grammar is None else self._grammars.matcher(grammar, ignore_eos=params.ignore_eos),
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar that a request is going to ask for, which may take a while. For any thread.
+
+        Raises:
+            ValueError: it cannot be used; the message says why.
+        """
+        self._grammars.compile(grammar)
 
     def make_pin_request(self, prompt_ids: Sequence[int], ttl_s: float) -> Request:
         """A request that computes a prefix and pins it for `ttl_s` seconds; `Request.pinned` holds the result.
@@ -276,7 +289,9 @@ class Engine:
             )
             return self._finish(request, "stop")
         params = request.params
-        token = sample_token(logits_V, params, request.seed, request.tokens, len(request.prompt_ids))
+        token = sample_token(
+            logits_V, params, request.seed, request.tokens, len(request.prompt_ids), request.matcher
+        )
         logprobs = None if params.logprobs is None else (self._logprob(logits_V, token, params.logprobs),)
         request.tokens.append(token)
         self._generated_tokens += 1
@@ -292,13 +307,16 @@ class Engine:
         reason: FinishReason | None = None
         stop_match: str | int | None = None
         text = ""
+        matcher = request.matcher
         if token in request.params.stop_token_ids:
             reason, stop_match = "stop", token
         elif token in self._eos_ids and not request.params.ignore_eos:
             reason = "stop"
         else:
+            if matcher is not None:
+                matcher.consume(token)
             text, stop_match = request.text.push(token)
-            if stop_match is not None:
+            if stop_match is not None or (matcher is not None and matcher.ended):
                 reason = "stop"
             elif request.num_generated == request.max_new_tokens:
                 reason = "length"
@@ -307,9 +325,18 @@ class Engine:
             text += rest
             if stop_in_rest is not None:
                 reason, stop_match = "stop", stop_in_rest
+        if matcher is not None and stop_match is not None and not self._is_complete(request, matcher, stop_match):
+            reason = "length"
         if reason is None:
             return self._delta(request, text, (token,), logprobs)
         return self._finish(request, reason, text=text, token_ids=(token,), logprobs=logprobs, stop_match=stop_match)
+
+    def _is_complete(self, request: Request, matcher: Matcher, stop_match: str | int) -> bool:
+        """Whether a reply that a stop text or token ended is all that its grammar asks for."""
+        if isinstance(stop_match, int):
+            return matcher.accepting  # it was not consumed
+        reply = self._tokenizer.decode(request.tokens[len(request.prompt_ids) :])
+        return matcher.accepts(reply.partition(stop_match)[0])
 
     def _logprob(self, logits_V: NDArray[np.float32], token: int, count: int) -> TokenLogprob:
         logprob, top = log_probabilities(logits_V, token, count)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from openk3.serve.errors import ApiError
 from openk3.serve.generation import Generation
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import chat_logprobs
-from openk3.serve.openai_types import ChatRequest
+from openk3.serve.openai_types import ChatRequest, ResponseFormat
 from openk3.serve.prompts import chat_prompt
 from openk3.serve.reply import ReplyHead
 from openk3.serve.sse import EventStream, while_connected
 from openk3.serve.validation import parse_body
+
+if TYPE_CHECKING:
+    from openk3.llm import LLM
 
 router = APIRouter()
 
@@ -29,6 +34,8 @@ async def chat_completions(request: Request) -> Response:
     body = await parse_body(request, ChatRequest)
     llm = slot.require(body.model)
     prompt = await chat_prompt(llm, body.messages)
+    if body.response_format is not None:
+        await _compile(llm, body.response_format)
     generation = Generation(llm, [prompt], body, request.app.state.metrics, arrived_at)
     generation.start()
     head = ReplyHead("chatcmpl", slot)
@@ -53,6 +60,24 @@ async def chat_completions(request: Request) -> Response:
             generation.usage(),
         )
     )
+
+
+async def _compile(llm: LLM, form: ResponseFormat) -> None:
+    """Compile a response_format in a thread, so that a large schema does not hold up the streams of others.
+
+    Raises:
+        ApiError: 400, it cannot be kept.
+    """
+
+    def compile_it() -> None:
+        if (grammar := form.grammar()) is not None:
+            llm.loop.engine.check_grammar(grammar)
+
+    try:
+        await asyncio.to_thread(compile_it)
+    except ValueError as error:
+        param = "response_format.json_schema.schema" if form.type == "json_schema" else "response_format"
+        raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="invalid_value") from None
 
 
 async def _chunks(generation: Generation, head: ReplyHead, body: ChatRequest) -> AsyncGenerator[dict[str, Any], None]:
