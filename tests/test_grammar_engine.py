@@ -130,13 +130,13 @@ def test_a_grammar_that_cannot_be_used_is_refused_before_anything_runs() -> None
     assert not engine.has_requests
 
 
-def test_a_grammar_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_fails_ends_its_own_request() -> None:
     engine = small_engine()
     request = add(engine, random_tokens(5), params(OBJECT))
     add(engine, random_tokens(5), params(None, max_tokens=5), request_id="free")
     assert request.matcher is not None
     request.matcher.consume(ord("{"))  # out of step with the reply
-    request.matcher.forced = ord("x")
+    request.matcher._forced.append(ord("x"))
     replies = finish(engine)
     assert replies[request.request_id].finish_reason == "error"
     assert "the grammar does not allow token 120" in str(replies[request.request_id].error)

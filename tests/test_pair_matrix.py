@@ -100,8 +100,12 @@ FEATURES: dict[str, Feature] = {
         proof=lambda replies, stats: any(r.token_ids[-1] == EOS for r in replies),
     ),
     "grammar": Feature(
-        params={"grammar": Grammar.regex("[a-z]+(<=[0-9]+=>[a-z]+)*")},  # with tokens that are forced
+        params={"grammar": Grammar.regex("[a-z]{1,9}(<[0-9]+>[a-z]{1,9})*")},
         proof=lambda replies, stats: all(r.text[:1].islower() for r in replies),
+    ),
+    "forced tokens": Feature(  # of several lengths, over the borders of pages, and cut by the end of the reply
+        params={"grammar": Grammar.regex("([a-c] forced |[d-f],|[^a-f]:--)+")},
+        proof=lambda replies, stats: stats.generated_tokens > 0 and all(r.text[:1] for r in replies),
     ),
     "window layers": Feature(model=("window",)),
     "layers without positions": Feature(model=("nope",)),

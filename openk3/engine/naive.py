@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from openk3.engine.detokenizer import TokenizerLike
-from openk3.engine.grammar.matcher import GrammarCompiler, Matcher
+from openk3.engine.grammar.compiler import GrammarCompiler
+from openk3.engine.grammar.matcher import Matcher
 from openk3.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from openk3.engine.sampler import fresh_seed, log_probabilities, sample_token
 
@@ -46,22 +47,22 @@ def generate(
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
     kind = _HalfCache if half_cache else DynamicCache
     cache = kind(config=model.config) if use_cache or half_cache else None
-    tokens, reply, logprobs = list(prompt_ids), [], []
+    tokens = list(prompt_ids)
+    reply: list[int] = []
+    logprobs = []
     text, reason, match = "", None, None
     while reason is None:
         logits_V = _next_logits(model, tokens, cache).numpy()
         if not use_cache and half_cache:
             cache = _HalfCache(config=model.config)  # the whole sequence is computed again
-        token = sample_token(
-            logits_V, params, seed, tokens, len(prompt_ids), _matcher_after(grammars, params, reply)
-        )
+        token = sample_token(logits_V, params, seed, tokens, len(prompt_ids), _matcher_after(grammars, params, reply))
         tokens.append(token)
         reply.append(token)
         if params.logprobs is not None:
             logprobs.append(_logprob(tokenizer, *log_probabilities(logits_V, token, params.logprobs), token))
         text, reason, match = _ending(tokenizer, reply, params, limit)
         if (after := _matcher_after(grammars, params, reply[:-1])) is not None:
-            reason = _ending_in_grammar(after, tokenizer, reply[-1], (text, reason, match))
+            reason = _ending_in_grammar(after, reply[-1], (text, reason, match))
     return Delta(
         request_id="naive",
         text=text,
@@ -120,13 +121,13 @@ def _matcher_after(grammars: GrammarCompiler, params: SamplingParams, reply: lis
 
 
 def _ending_in_grammar(
-    before: Matcher, tokenizer: TokenizerLike, token: int, ending: tuple[str, FinishReason | None, str | int | None]
+    before: Matcher, token: int, ending: tuple[str, FinishReason | None, str | int | None]
 ) -> FinishReason | None:
     """Why the reply ends with `token`, given where it stood before, and what `_ending` says without its grammar."""
     text, reason, match = ending
     if match is not None:
         return "stop" if before.accepts(text) else "length"
-    if token in tokenizer.eos_token_ids:
+    if reason == "stop":  # the model's own end of text
         return reason
     before.consume(token)
     return "stop" if before.ended else reason

@@ -88,7 +88,8 @@ class SamplingParams:
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}: it must be true or false")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ValueError(
-                f"grammar is a {type(self.grammar).__name__}: it must be a Grammar, such as Grammar.json_schema({{...}})"
+                f"grammar is a {type(self.grammar).__name__}: it must be a Grammar, for instance "
+                "Grammar.json_schema({...})"
             )
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
@@ -207,6 +208,7 @@ class Request:
         matcher: where the reply stands in its grammar, if it has one. Like `tokens`, it outlasts a preemption.
         order: position in the order of arrival, set by the scheduler.
         tokens: prompt and reply.
+        num_new: tokens at the end of `tokens` that came together: one, and those that a grammar forces after it.
         num_computed: leading tokens whose keys and values are in `pages`, or were and are not needed any more.
         pages: while it runs, a block table per group of layers: the page of each `page_size` tokens, in order
             (`openk3.engine.groups`).
@@ -226,6 +228,7 @@ class Request:
 
     order: int = -1
     tokens: list[int] = field(default_factory=list)
+    num_new: int = 1
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
@@ -242,6 +245,11 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def is_replying(self) -> bool:
+        """Whether all that is left to compute came with the last step (or is a prompt's last token, which is alike)."""
+        return len(self.tokens) - self.num_computed <= self.num_new
 
     @property
     def rank(self) -> tuple[int, int]:

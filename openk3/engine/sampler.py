@@ -4,8 +4,8 @@ Sampling has no state. The random number of a position comes from a counter-base
 2011, "Parallel random numbers: as easy as 1, 2, 3") keyed by the request's seed with the position as its counter, so
 batching, chunking, preemption and restarts cannot change a reply.
 
-The order is Hugging Face's: bias and penalties, temperature, top_k, top_p, min_p. A grammar comes before all of them, so
-that truncation keeps the best of the tokens that are allowed. Arithmetic on probabilities is in float64.
+The order is Hugging Face's: bias and penalties, temperature, top_k, top_p, min_p. A grammar comes before temperature,
+so that truncation keeps the best of the tokens that are allowed. Arithmetic on probabilities is in float64.
 
 Shapes: V vocab_size.
 """
@@ -48,20 +48,33 @@ def sample_token(
 
     Raises:
         FloatingPointError: the best logit is not a finite number.
+        RuntimeError: the grammar cannot be followed any further.
     """
-    if matcher is not None:
-        if matcher.forced is not None:
-            return matcher.forced
-        logits_V = matcher.constrain(logits_V)
+    if matcher is not None and matcher.forced is not None:
+        return matcher.forced
     scores_V = adjust(logits_V, params, tokens, num_prompt)
+    token = _best(scores_V)
+    # The best of all tokens, where it is allowed, is the best of those that are.
+    if matcher is not None and (needs_mask(params) or not matcher.allows(token)):
+        scores_V = np.where(matcher.allowed_V, scores_V, -np.inf)
+        token = _best(scores_V)
+    if params.temperature == 0:
+        return token
+    return draw(distribution(scores_V, params), uniform(seed, len(tokens)))
+
+
+def needs_mask(params: SamplingParams) -> bool:
+    """Whether it always takes all the tokens that a grammar allows to choose one."""
+    return params.temperature > 0
+
+
+def _best(scores_V: NDArray[np.floating]) -> int:
     token = int(scores_V.argmax())  # the first NaN if there is any
     if not math.isfinite(scores_V[token]):
         raise FloatingPointError(
             f"the model returned a logit of {scores_V[token]}: the weights or the input are broken"
         )
-    if params.temperature == 0:
-        return token
-    return draw(distribution(scores_V, params), uniform(seed, len(tokens)))
+    return token
 
 
 def adjust(

@@ -232,9 +232,7 @@ class ResponseFormat(_Body):
     def _schema_with_its_type(self) -> Self:
         where = "response_format.json_schema"
         if self.type == "json_schema" and self.json_schema is None:
-            raise wrong(
-                f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter"
-            )
+            raise wrong(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
         if self.type != "json_schema" and self.json_schema is not None:
             raise wrong(
                 f"The '{where}' parameter is only allowed when 'response_format.type' is 'json_schema'.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -18,32 +19,85 @@ _SCHEMAS = (
 )
 
 
-def check_schema(source: str) -> None:
-    """
-    Args:
-        source: a JSON Schema as JSON.
+# What llguidance takes grows with the square of some of these.
+_MOST_SUBSCHEMAS = 2_000
+_MOST_PATTERNS = 32  # patternProperties of one schema, which it compares with each other
+_MOST_VALUES = 20_000  # numbers, texts, arrays, objects, and so on, in the whole
+
+_TOO_DEEP = "the JSON schema is nested too deeply: flatten it, or use $ref and $defs"
+
+
+def check_schema(source: str) -> dict[str, Any]:
+    """The JSON Schema that `source` is.
 
     Raises:
-        ValueError: it is not JSON, not a schema, or asks for what the grammar would not keep; the message says where,
-            and names the keyword.
+        ValueError: it is not JSON, not a schema, too large, or asks for what the grammar would not keep; the message
+            says where, and names the keyword.
     """
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
     try:
         schema = json.loads(source)
-        if not isinstance(schema, (dict, bool)):
-            raise ValueError(f"it is {_kind(schema)}, not an object")
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"the JSON schema is malformed at {error.json_path}: {_cut(error.message)}") from None
+        json.dumps(schema, allow_nan=False)
     except RecursionError:
-        raise ValueError("the JSON schema is nested too deeply: flatten it, or use $ref and $defs") from None
+        raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(f"the JSON schema is malformed: {error}") from None
+    if schema is True:
+        return {}
+    if schema is False:
+        raise ValueError("the JSON schema is false: nothing is valid under it")
+    if not isinstance(schema, dict):
+        raise ValueError(f"the JSON schema is malformed: it is {_kind(schema)}, not an object")
+    _check_size(schema)
+    try:
+        problem = next(_checker_for(schema).iter_errors(schema), None)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if problem is not None:
+        raise ValueError(f"the JSON schema is malformed at {problem.json_path}: {_cut(problem.message)}")
     for part in _subschemas(schema):
         _check_part(part)
+    return schema
+
+
+def _checker_for(schema: dict[str, Any]) -> Any:
+    """What checks schemas of the draft that "$schema" names; of the newest where it is unknown."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
+    named = isinstance(schema.get("$schema"), str)
+    return _checker(validator_for(schema, default=Draft202012Validator) if named else Draft202012Validator)
+
+
+@cache
+def _checker(kind: Any) -> Any:
+    """It does not compare the values of "enum" with each other, which takes minutes for some large ones."""
+    from jsonschema.validators import extend, validator_for
+
+    of_schemas = validator_for(kind.META_SCHEMA, default=kind)
+    return extend(of_schemas, {"uniqueItems": lambda validator, wanted, instance, schema: ()})(kind.META_SCHEMA)
+
+
+def _check_size(schema: dict[str, Any]) -> None:
+    values, pending = 0, [schema]
+    while pending:
+        value = pending.pop()
+        values += 1
+        if isinstance(value, (dict, list)):
+            pending += value.values() if isinstance(value, dict) else value
+    for count, most, what in (
+        (values, _MOST_VALUES, "values"),
+        (sum(1 for _ in _subschemas(schema)), _MOST_SUBSCHEMAS, "schemas"),
+        (max(len(_patterns(part)) for part in _subschemas(schema)), _MOST_PATTERNS, "patternProperties in one object"),
+    ):
+        if count > most:
+            raise ValueError(
+                f"the JSON schema is too large: it has {count:,} {what}, at most {most:,} are possible, simplify it"
+            )
+
+
+def _patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    patterns = schema.get("patternProperties")
+    return patterns if isinstance(patterns, dict) else {}
 
 
 def _check_part(schema: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tool_calls"]
 
-MAX_SOURCE = 1_000_000
+MAX_SOURCE = 200_000
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Grammar:
     Attributes:
         kind: "json_schema", a JSON value that is valid under a schema; "json_object", any JSON object; "regex", a text
             that a regular expression (Rust's syntax) matches from its beginning to its end; "choice", one of several
-            texts; "lark", a context-free grammar in llguidance's variant of Lark's syntax, with the rule "start".
+            texts; "lark", a context-free grammar in llguidance's variant of Lark's syntax, with the rule "start";
+            "tool_calls", what `openk3.engine.grammar.tools.ToolCalls` makes.
         source: the schema as JSON, the expression, the texts as a JSON array, or the grammar; empty for "json_object".
             Properties of JSON objects come in the order in which the schema lists them.
 
@@ -62,7 +63,7 @@ class Grammar:
         """
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError(f"the JSON schema is a {type(schema).__name__}: it must be a mapping, or true or false")
-        return cls("json_schema", _to_json("the JSON schema", dict(schema) if isinstance(schema, Mapping) else schema))
+        return cls("json_schema", to_json("the JSON schema", dict(schema) if isinstance(schema, Mapping) else schema))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -83,7 +84,7 @@ class Grammar:
         """
         if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
             raise ValueError(f"the choice is a {type(texts).__name__}: it must be a list of texts")
-        return cls("choice", _to_json("the choice", list(texts)))
+        return cls("choice", to_json("the choice", list(texts)))
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
@@ -106,7 +107,12 @@ class Grammar:
         return texts
 
 
-def _to_json(name: str, value: object) -> str:
+def to_json(name: str, value: object) -> str:
+    """`value` as the source of a grammar.
+
+    Raises:
+        ValueError: JSON cannot hold it; `name` says whose fault it is.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
