@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from typing import Any
 
 import jsonschema
@@ -11,6 +13,7 @@ from engine_support import EOS, RUNNERS, add, finish, generate, random_tokens, s
 from grammars import SCHEMAS, UNSUPPORTED
 
 from openk3.engine import SamplingParams
+from openk3.engine.grammar.matcher import Matcher
 from openk3.engine.grammar.spec import Grammar
 
 OBJECT = Grammar.json_schema(SCHEMAS["object"])
@@ -56,6 +59,78 @@ def test_free_requests_beside_constrained_ones_are_as_alone(runner: str) -> None
     for i, reply in enumerate(alone):
         assert together[f"free {i}"].token_ids == reply.token_ids
         assert together[f"digits {i}"].text.isdigit()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_forced_tokens_go_through_the_model_together(runner: str) -> None:
+    engine = small_engine(runner=runner)
+    asked = params(Grammar.regex("[a-z] is the first[a-z]; [a-z] is the last"))
+    reply = generate(engine, random_tokens(9), asked)
+    assert reply.finish_reason == "stop"
+    assert len(reply.token_ids) == 30
+    # The prompt, the first choice with the text after it, and the second with its own.
+    assert engine.stats().steps == 3
+    assert engine.stats().generated_tokens == 30
+    one_by_one = generate(engine, random_tokens(9), params(asked.grammar, logprobs=0))
+    assert one_by_one.token_ids == reply.token_ids
+    assert engine.stats().steps == 3 + 30
+
+
+def test_a_long_forced_text_takes_several_steps_and_others_go_on() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(100))
+    engine = small_engine(max_num_batched_tokens=12, max_num_seqs=8)
+    free = add(engine, random_tokens(5), params(None, max_tokens=40, ignore_eos=True))
+    bound = add(engine, random_tokens(5, 1), params(Grammar.choice([text])))
+    steps: dict[str, list[int]] = {free.request_id: [], bound.request_id: []}
+    while engine.has_requests:
+        for delta in engine.step():
+            steps[delta.request_id].append(len(delta.token_ids))
+        engine.check_integrity()
+    assert steps[free.request_id] == [1] * 40
+    assert sum(steps[bound.request_id]) == 100
+    assert set(steps[bound.request_id]) == {16, 4}
+
+
+@pytest.mark.parametrize(("stop", "text"), [("def", "abc"), ("h", "abcdefg"), ("jkx", None)])
+def test_stop_texts_in_forced_text(stop: str, text: str | None) -> None:
+    whole = "abcdefghijk0123"
+    reply = generate(small_engine(), random_tokens(5), params(Grammar.choice([whole]), stop=(stop,)))
+    assert reply.text == (whole if text is None else text)
+    assert reply.finish_reason == ("stop" if text is None else "length")
+    assert len(reply.token_ids) == (len(whole) if text is None else len(text + stop))
+
+
+@pytest.mark.parametrize("most", [1, 5, 14, 15, 16])
+def test_forced_text_ends_with_the_tokens(most: int) -> None:
+    reply = generate(small_engine(), random_tokens(5), params(Grammar.choice(["abcdefghijk0123"]), max_tokens=most))
+    assert reply.text == "abcdefghijk0123"[:most]
+    assert reply.finish_reason == ("stop" if most >= 15 else "length")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_masks_are_computed_while_the_model_runs(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, grammar = small_engine(runner=runner), Grammar.regex("[a-z]{12}")
+    engine.check_grammar(grammar)
+    run, threads = engine._runner.run, []
+
+    def slow_run(chunks: Any) -> Any:
+        rows = run(chunks)
+        for chunk in chunks:
+            while chunk.request.matcher._mask_V is None:  # it comes without our doing anything
+                time.sleep(0.001)
+        return rows
+
+    compute = Matcher._compute_mask
+
+    def watched(self: Matcher) -> Any:
+        threads.append(threading.current_thread().name)
+        return compute(self)
+
+    monkeypatch.setattr(engine._runner, "run", slow_run)
+    monkeypatch.setattr(Matcher, "_compute_mask", watched)
+    reply = generate(engine, random_tokens(5), params(grammar, temperature=1, seed=1))
+    assert reply.finish_reason == "stop"
+    assert len(threads) == 12 and all(name.startswith("openk3-masks") for name in threads)
 
 
 def test_the_same_seed_gives_the_same_reply() -> None:
