@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -297,7 +299,7 @@ def test_unsupported_keywords_are_named(keyword: str) -> None:
         ('{"items":' * 400 + "{}" + "}" * 400, "the JSON schema is"),
         ('{"$ref": "#/$defs/none"}', "has the keyword $ref in a way that is not supported: Pointer '/$defs/none'"),
         ('{"$ref": "https://example.com/schema"}', "has the keyword $ref in a way that is not supported: Resource "),
-        ('{"$ref": "#"}', "the JSON schema is not supported: the grammar allows no text that the vocabulary can write"),
+        ('{"$ref": "#"}', "the JSON schema is not supported: it allows no text that the vocabulary can write"),
         ("false", "the JSON schema is false: nothing is valid under it"),
         ('{"type": "integer", "minimum": 3, "maximum": 2}', "the JSON schema is not supported: "),
         (
@@ -335,3 +337,90 @@ def test_schemas_that_cannot_be_kept(source: str, message: str) -> None:
 def test_grammars_that_cannot_be_used(grammar: Grammar, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BYTES.compile(grammar)
+
+
+def _chain(link: Any, length: int = 1600) -> dict[str, Any]:
+    """A schema that refers to another, and so on."""
+    parts = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": parts | {f"d{length}": {"type": "boolean"}}}
+
+
+def _power(length: int) -> str:
+    """A rule of 2 ** `length` letters."""
+    return "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(length)) + f'a{length}: "x"'
+
+
+HOSTILE: dict[str, Any] = {
+    "items without end": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**9},
+    "text without end": {"type": "string", "minLength": 10**6},
+    "pattern with many states": {"type": "string", "pattern": "^(a|b)*a(a|b){300}$"},
+    "pattern of a million letters": {"type": "string", "pattern": "((a{100}){100}){100}"},
+    "pattern within another": {"type": "string", "pattern": "^(a|b)*c(a|b)*$", "minLength": 5000, "maxLength": 10000},
+    "product of choices": {"allOf": [{"anyOf": [{"required": [f"{i} {j}"]} for j in range(12)]} for i in range(12)]},
+    "doubling": _chain(lambda part: {"type": "object", "properties": {"a": part, "b": part}, "required": ["a", "b"]}),
+    "doubling conjunction": _chain(lambda part: {"allOf": [part, part]}),
+    "doubling choice": _chain(lambda part: {"anyOf": [part, part]}),
+    "nested arrays": _chain(lambda part: {"type": "array", "items": part, "minItems": 1}),
+    "nested names": _chain(lambda part: part),
+    "itself": {"$ref": "#"},
+    "itself and more": {"allOf": [{"$ref": "#"}, {"type": "object"}]},
+    "endless": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "many texts": {"enum": [f"text {i}" for i in range(15_000)]},
+    "many values": {"enum": [{"a": i} if i % 2 else i for i in range(9_000)]},
+    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1_900)}},
+    "many objects": {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(900)]},
+    "large multiple": {"type": "integer", "multipleOf": 10**9 + 7},
+    "large range": {"type": "integer", "minimum": -(10**400), "maximum": 10**400},
+    "deep instance": {"const": json.loads("[" * 300 + "]" * 300)},
+    "long instance": {"const": "x" * 190_000},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_or_followed(name: str) -> None:
+    follow(Grammar.json_schema(HOSTILE[name]))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.lark(_power(8_000)),
+        Grammar.lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+        Grammar.lark("start: start start | start"),
+        Grammar.lark('start: ("a"{1,1000000}){1,1000000}'),
+        Grammar.regex("(" * 90_000 + "a" + ")" * 90_000),
+        Grammar.regex("a{100}{100}{100}"),
+        Grammar.choice([f"text {i}" for i in range(12_000)]),
+    ],
+    ids=lambda grammar: grammar.source[:20],
+)
+def test_hostile_grammars_are_refused_or_followed(grammar: Grammar) -> None:
+    follow(grammar)
+
+
+def follow(grammar: Grammar) -> None:
+    """Compile a grammar and go some way, where it can be used; else it says why. From a thread with a small stack."""
+
+    def go() -> None:
+        try:
+            matcher = COMPILER.matcher(grammar)
+        except ValueError as error:
+            assert re.match("the (JSON schema|grammar) ", str(error))
+            return
+        rng = random.Random(0)
+        for _ in range(25):
+            if matcher.ended:
+                break
+            token = matcher.forced
+            if token is None:
+                token = int(rng.choice(np.flatnonzero(matcher.allowed_V)))
+            if token == EOS:
+                break
+            matcher.consume(token)
+
+    usual = threading.stack_size(512 * 1024)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(go).result()
+    finally:
+        threading.stack_size(usual)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from grammars import SCHEMAS
+from grammars import NAME, SCHEMAS
 
 from openk3.engine.grammar.spec import Grammar
+from openk3.engine.grammar.tools import ToolCalls
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -80,3 +81,51 @@ def test_text_that_must_follow_costs_no_choice(smollm2: LLM) -> None:
     reply = smollm2.generate("Weather:", grammar=Grammar.choice([text]), temperature=1.0, max_tokens=60)
     assert reply.text == text
     assert reply.token_ids == smollm2.tokenizer.encode(text)
+
+
+TOOLS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": NAME, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["city", "unit"],
+    },
+    "get_time": {"type": "object", "properties": {"zone": {"type": "string", "pattern": "^UTC[+-][0-9]{1,2}$"}}},
+}
+
+
+def check_call(llm: LLM, temperature: float) -> list[int]:
+    """The tokens of a valid call, most of which the model was not asked about."""
+    before = llm.stats().steps
+    reply = llm.chat(
+        [{"role": "user", "content": "How warm is it in Rome, in celsius?"}],
+        tools=[{"type": "function", "function": {"name": n, "parameters": TOOLS[n]}} for n in TOOLS],
+        grammar=ToolCalls(TOOLS, required=True, parallel=False).grammar,
+        temperature=temperature,
+        seed=5,
+        max_tokens=100,
+    )
+    steps = llm.stats().steps - before
+    assert reply.finish_reason == "stop"
+    body = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", reply.text)
+    assert body is not None
+    call = json.loads(body[1])
+    check(TOOLS[call["name"]], json.dumps(call["arguments"]))
+    assert body[1] == json.dumps(call, ensure_ascii=False)  # written as templates write it
+    assert steps < len(reply.token_ids) * 2 / 3
+    return list(reply.token_ids)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_calls_of_tools(smollm2: LLM, temperature: float) -> None:
+    check_call(smollm2, temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_calls_of_a_model_with_tokens_for_the_marks(temperature: float) -> None:
+    from openk3.llm import load
+
+    with load("qwen2.5-coder-0.5b") as llm:
+        tokens = check_call(llm, temperature)
+        begin, end = llm.tokenizer.encode("<tool_call></tool_call>")
+        assert (tokens[0], tokens[-1]) == (begin, end)

@@ -11,7 +11,9 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openk3.engine.grammar.matcher import Compiled, Matcher, essence
 from openk3.engine.grammar.schema import check_schema
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
     from openk3.engine.detokenizer import TokenizerLike
 
+_Result = TypeVar("_Result")
+
 _REMEMBERED = 64
 
 # Without a bound a small model may write spaces until its tokens are used up.
@@ -30,6 +34,13 @@ _LOOSE_JSON = {"whitespace_pattern": r" |\n {0,24}"}
 # As chat templates print the calls of earlier turns. With one way to write what lies between values, it is forced.
 _ONE_LINE_JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
+# At one place of a text: as many as a schema may have values. A step then takes some 10 ms at most.
+_MOST_ALTERNATIVES = 20_000
+
+# llguidance goes into rules that refer to others by recursion. With the stack that a thread usually has, some thousand
+# of them end the process.
+_STACK_BYTES = 256 * 1024**2
+_stack_lock = threading.Lock()
 
 # What llguidance says where it does not say which keyword it is about.
 _KEYWORDS = {
@@ -74,7 +85,7 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = _read_vocabulary(self._tokenizer, self._vocab_size)
             vocabulary = self._vocabulary
-        compiled = self._make(grammar, vocabulary)
+        compiled = _with_deep_stack(lambda: self._make(grammar, vocabulary))
         with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _REMEMBERED:
@@ -93,24 +104,19 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         source = _source(grammar, self._tokenizer, vocabulary)
-        start = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        problem = start.get_error()
-        if not problem and grammar.kind in ("json_schema", "tool_calls"):
-            problem = "; ".join(start.get_grammar_warnings())  # what it does not keep to the letter
+        limits = LLParserLimits(
+            max_items_in_row=_MOST_ALTERNATIVES, step_max_items=10 * _MOST_ALTERNATIVES, verbose_errors=False
+        )
+        start = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        start.compute_bitmask()  # what it learns of its lexer here, every copy knows
         known = tuple(i for i in self._tokenizer.eos_token_ids if i < self._vocab_size)
         compiled = Compiled(vocabulary, start, known, self._vocab_size)
-        try:
-            first_V = None if problem else Matcher(compiled, ignore_eos=True).allowed_V
-        except RuntimeError as error:
-            problem = str(error)
-        if problem:
+        if problem := _problem(compiled, warnings=grammar.kind in ("json_schema", "tool_calls")):
             if grammar.kind == "tool_calls":
                 self._blame_tool(grammar, vocabulary)
             raise ValueError(_refusal(grammar, problem))
-        assert first_V is not None
-        if first_V[list(known)].any():
+        if Matcher(compiled, ignore_eos=True).allowed_V[list(known)].any():
             raise ValueError(f"the grammar ({grammar.kind}) allows nothing but an empty reply: ask for some text")
-        start.compute_bitmask()  # what it learns of its lexer, every copy knows
         return compiled
 
     def _blame_tool(self, grammar: Grammar, vocabulary: LLTokenizer) -> None:
@@ -125,6 +131,23 @@ class GrammarCompiler:
                 raise ValueError(f"the tool {name!r} cannot be called: {error}") from None
 
 
+def _problem(compiled: Compiled, warnings: bool) -> str:
+    """Why no reply can begin with a grammar, or (`warnings`) what of it is not kept to the letter; empty if neither."""
+    if compiled.start.is_error():
+        return compiled.start.get_error()
+    if warnings and (found := compiled.start.get_grammar_warnings()):
+        return "; ".join(found)
+    matcher = Matcher(compiled)
+    try:
+        if matcher.forced is None:
+            matcher.allowed_V  # noqa: B018 (it raises)
+        else:
+            matcher.consume(matcher.forced)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _source(grammar: Grammar, tokenizer: TokenizerLike, vocabulary: LLTokenizer) -> str:
     """`grammar` as llguidance reads it.
 
@@ -136,7 +159,8 @@ def _source(grammar: Grammar, tokenizer: TokenizerLike, vocabulary: LLTokenizer)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.source)
     if grammar.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, grammar.texts)))
+        # A terminal, as the parser bounds the alternatives of a rule.
+        return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, grammar.texts)))
     if grammar.kind == "lark":
         return LLMatcher.grammar_from_lark(grammar.source)
     if grammar.kind == "json_schema":
@@ -189,3 +213,22 @@ def _read_vocabulary(tokenizer: TokenizerLike, vocab_size: int) -> LLTokenizer:
         raise ValueError(
             f"replies of this checkpoint cannot be kept to a grammar, because of its tokenizer: {error}"
         ) from None
+
+
+def _with_deep_stack(work: Callable[[], _Result]) -> _Result:
+    """What `work` returns or raises, in a thread of its own. Its stack takes addresses, and memory only where used."""
+    outcome: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _stack_lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="openk3-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+    return outcome.result()

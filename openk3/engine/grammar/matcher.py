@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Mask = NDArray[np.bool_]
 
+_NOTHING_FITS = "it allows no text that the vocabulary can write"
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -100,17 +102,14 @@ class Matcher:
             return np.arange(size) == self._forced[0]
         bits = np.frombuffer(self._parser.compute_bitmask(), dtype=np.uint8)
         if self._parser.is_error():
-            problem = essence(self._parser.get_error())
-            if problem == "NoExtensionBias":
-                raise RuntimeError("the grammar allows no text that the vocabulary can write")
-            raise RuntimeError(f"the grammar cannot be followed any further: {problem}")
+            raise RuntimeError(f"the grammar cannot be followed any further: {essence(self._parser.get_error())}")
         mask_V = np.unpackbits(bits, bitorder="little")[:size].view(np.bool_)
         mask_V[[i for i in self._compiled.vocabulary.eos_tokens if i < size]] = False
         only_end = self.accepting and not mask_V.any()
         if self.accepting and (only_end or not self._ignore_eos):
             mask_V[list(self._compiled.eos_ids)] = True
         if not mask_V.any():
-            raise RuntimeError("the grammar allows no text that the vocabulary can write")
+            raise RuntimeError(f"the grammar cannot be followed any further: {_NOTHING_FITS}")
         return mask_V
 
     def consume(self, token: int) -> None:
@@ -145,6 +144,8 @@ def compute_masks(matchers: Iterable[Matcher]) -> None:
 def essence(message: str, limit: int = 300) -> str:
     """What an error of the library says, in one line, without the state that it shows below."""
     first, *more = [line.strip() for line in message.partition("\n<")[0].strip().splitlines()] or [""]
+    if first == "NoExtensionBias":
+        return _NOTHING_FITS
     # A regular expression is shown below the first line, with what is wrong with it in the last.
     line = f"{first} {more[-1].removeprefix('error: ')}" if first.endswith(":") and more else first
     return line if len(line) <= limit else line[: limit - 1] + "…"
