@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 _REMEMBERED = 64
+_REMEMBERED_CHARACTERS = 1_000_000  # of their sources; a long forced text takes 400 bytes for each
 
 # Without a bound a small model may write spaces until its tokens are used up.
 _LOOSE_JSON = {"whitespace_pattern": r" |\n {0,24}"}
@@ -88,7 +89,7 @@ class GrammarCompiler:
         compiled = _with_deep_stack(lambda: self._make(grammar, vocabulary))
         with self._lock:
             self._compiled[grammar] = compiled
-            if len(self._compiled) > _REMEMBERED:
+            while len(self._compiled) > _REMEMBERED or self._size() > _REMEMBERED_CHARACTERS:
                 self._compiled.popitem(last=False)
         return compiled
 
@@ -99,6 +100,9 @@ class GrammarCompiler:
             ValueError: as `compile`.
         """
         return Matcher(self.compile(grammar), ignore_eos)
+
+    def _size(self) -> int:
+        return sum(len(grammar.source) for grammar in self._compiled)
 
     def _make(self, grammar: Grammar, vocabulary: LLTokenizer) -> Compiled:
         from llguidance import LLMatcher, LLParserLimits
