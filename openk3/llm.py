@@ -83,7 +83,7 @@ class LLM:
 
     Sampling arguments of every method are the fields of `SamplingParams` by name (temperature, top_p, top_k, min_p,
     repetition_penalty, frequency_penalty, presence_penalty, seed, max_tokens, stop_token_ids, logprobs, logit_bias,
-    ignore_eos), and `stop_sequences` (or `stop`) for its `stop`.
+    ignore_eos, grammar), and `stop_sequences` (or `stop`) for its `stop`.
 
     Attributes:
         name: what `load` was asked for.

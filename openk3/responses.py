@@ -45,8 +45,9 @@ class Response:
     Attributes:
         text: the generated text, without the stop string that ended it; of a chat, the answer alone.
         token_ids: every generated id, the one that ended it included.
-        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up),
-            "cancelled", or "tool_calls" (the model waits for the results of its calls).
+        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up, or a stop
+            string came before the text had the form that `grammar=` asked for), "cancelled", or "tool_calls" (the model
+            waits for the results of its calls).
         timings: seconds to the first token, seconds in all, tokens per second while decoding.
         logprobs: one entry per token where `logprobs=` was asked for, else None.
         reasoning: what the model thought before it answered, where it does that in tags.

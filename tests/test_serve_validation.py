@@ -133,8 +133,6 @@ def test_bad_chat(change: dict[str, Any], param: str, code: str, message: str) -
     [
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("modalities", ["text", "audio"]),
         ("reasoning_effort", "high"),

@@ -8,7 +8,10 @@ releases what cannot be part of a stop text any more, `TextStream` joins the two
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
@@ -16,6 +19,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a cha
 class TokenizerLike(Protocol):
     """What the engine needs of a tokenizer; `openk3.chat.tokenizer.Tokenizer` is one."""
 
+    backend: Backend  # for grammars, which need the bytes of every token
     eos_token_ids: tuple[int, ...]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openk3.chat.tokenizer import Tokenizer
     from openk3.chat.turn import Turn
     from openk3.llm import LLM
-    from openk3.serve.openai_types import ChatRequest
+    from openk3.serve.openai_types import ChatRequest, ResponseFormat
 
 
 async def chat_turn(llm: LLM, body: ChatRequest) -> Turn:
@@ -27,7 +27,7 @@ async def chat_turn(llm: LLM, body: ChatRequest) -> Turn:
 
     Raises:
         ApiError: 400, the chat is too long, calls and results or tools and tool choice do not fit each other, or
-            the model's template refuses it or is missing.
+            the model's template refuses it or is missing, or a response_format cannot be kept.
     """
     return await asyncio.to_thread(_read_chat, llm, body)
 
@@ -56,7 +56,23 @@ def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
             path, reason = "messages", str(error)
         raise ApiError(400, f"Invalid '{path}': {reason}.", param=path, code="invalid_value") from None
     _checked(llm, turn.prompt_ids, "messages")
+    if body.response_format is not None:
+        _compile(llm, body.response_format)
     return turn
+
+
+def _compile(llm: LLM, form: ResponseFormat) -> None:
+    """Compile a response_format, which may take a while.
+
+    Raises:
+        ApiError: 400, it cannot be kept.
+    """
+    try:
+        if (grammar := form.grammar()) is not None:
+            llm.loop.engine.check_grammar(grammar)
+    except ValueError as error:
+        param = "response_format.json_schema.schema" if form.type == "json_schema" else "response_format"
+        raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="invalid_value") from None
 
 
 def _read_text(llm: LLM, prompt: str | list[int], param: str) -> list[int]:
