@@ -20,6 +20,8 @@ _LAZY = {
     "load": "openk3.llm",
     "LLM": "openk3.llm",
     "SamplingParams": "openk3.engine.request",
+    "Grammar": "openk3.engine.grammar.spec",
+    "ToolCalls": "openk3.engine.grammar.tools",
     "EngineConfig": "openk3.engine.engine",
     "ModelConfig": "openk3.config",
     "preset": "openk3.config",
@@ -33,6 +35,8 @@ __all__ = ["__version__", *_LAZY]
 if TYPE_CHECKING:
     from openk3.config import ModelConfig, dial, preset
     from openk3.engine.engine import EngineConfig
+    from openk3.engine.grammar.spec import Grammar
+    from openk3.engine.grammar.tools import ToolCalls
     from openk3.engine.request import SamplingParams
     from openk3.llm import LLM, load
     from openk3.model import K3Config, K3ForCausalLM

@@ -1,4 +1,4 @@
-"""The command line: `k3 pull`, `models`, `quantize`, `generate`, `chat`, `serve`, `doctor`, each thin over the package.
+"""The command line: `k3 pull`, `models`, `quantize`, `generate`, `chat`, `render`, `serve`, `doctor`, each thin.
 
 The model stack is imported inside the commands that need it, so that help and mistakes answer at once. What the user
 gets wrong ends as one line on stderr and exit code 2; what fails in spite of a right command, as one line and 1.
@@ -323,6 +323,32 @@ def chat(
         if sys.stdin.isatty():
             typer.echo(f"{model}, {llm.max_model_len:,} tokens of context. /help lists the commands.")
         Repl(llm, messages=messages, system=system, sampling=sampling).run()
+
+
+@app.command(rich_help_panel="Use")
+def render(
+    file: Annotated[str | None, typer.Argument(help="JSON file; '-' or nothing reads stdin.")] = None,
+    model: Model = DEFAULT_MODEL,
+    as_json: AsJson = False,
+) -> None:
+    """Show the tokens that a model reads for a chat; nothing is generated.
+
+    The file holds a list of messages, or a request as it is sent to
+    /v1/chat/completions, with tools and tool_choice. Control tokens are
+    coloured and marked with a star: text of a message never is one.
+
+      [cyan]k3 render chat.json -m qwen2.5-coder-0.5b[/cyan]
+      [cyan]echo '[{"role": "user", "content": "Hello"}]' | k3 render --json[/cyan]
+    """
+    from openk3.chat.tokenizer import Tokenizer
+    from openk3.render import read_request, rendered, rendered_text
+
+    if file is None and sys.stdin.isatty():
+        raise ValueError("no messages: k3 render FILE, or pipe JSON in")
+    where = "stdin" if file in (None, "-") else str(file)
+    request = read_request(_read_stdin() if where == "stdin" else _read_file(where), where)
+    card = rendered(Tokenizer.from_directory(_fetch(model)), **request)
+    _print_json({"model": model, **card}) if as_json else typer.echo(rendered_text(card))
 
 
 @app.command(rich_help_panel="Use")

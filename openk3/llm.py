@@ -27,7 +27,9 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from openk3.chat.messages import check_text, validate_messages, validate_tools
+from openk3.chat.parser import ReplyParser
 from openk3.chat.tokenizer import Tokenizer
+from openk3.chat.turn import ToolChoice, prepare_turn
 from openk3.config import ModelConfig
 from openk3.engine.config import EngineConfig
 from openk3.engine.engine import Engine, EngineStats
@@ -81,7 +83,7 @@ class LLM:
 
     Sampling arguments of every method are the fields of `SamplingParams` by name (temperature, top_p, top_k, min_p,
     repetition_penalty, frequency_penalty, presence_penalty, seed, max_tokens, stop_token_ids, logprobs, logit_bias,
-    ignore_eos), and `stop_sequences` (or `stop`) for its `stop`.
+    ignore_eos, grammar), and `stop_sequences` (or `stop`) for its `stop`.
 
     Attributes:
         name: what `load` was asked for.
@@ -169,6 +171,8 @@ class LLM:
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Response:
@@ -177,47 +181,56 @@ class LLM:
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; roles are system, user, assistant and tool.
             tools: functions the model may call, in OpenAI's form.
+            tool_choice: "auto", "none", "required" (at least one call), or one function that is to be called,
+                ``{"type": "function", "function": {"name": ...}}``.
+            parallel_tool_calls: whether a reply may hold more than one call.
             cache: a cache made from messages, which come before these (and whose tools hold where none are given).
 
         Raises:
-            ValueError: bad messages or tools (the text names index and field), a checkpoint that cannot chat, a bad
-                sampling argument, an expired cache.
+            ValueError: bad messages or tools (the text names index and field), calls without results, a checkpoint
+                that cannot chat, a bad sampling argument, an expired cache.
             GenerationError: the engine failed.
         """
-        return _wait(self.submit_chat(messages, tools, cache=cache, **sampling))
+        return _wait(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
 
     def chat_stream(
         self,
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Stream:
         """Like `chat`, but return the pieces as they come. Arguments are checked before this returns."""
-        return Stream(self.submit_chat(messages, tools, cache=cache, **sampling))
+        return Stream(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
 
     async def achat(
         self,
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Response:
         """`chat` for asyncio. Cancelling the task cancels the request."""
-        return await _await(self.submit_chat(messages, tools, cache=cache, **sampling))
+        return await _await(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
 
     def achat_stream(
         self,
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> AsyncStream:
         """`chat_stream` for asyncio: ``async for piece in model.achat_stream(...)``."""
-        return AsyncStream(self.submit_chat(messages, tools, cache=cache, **sampling))
+        return AsyncStream(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
 
     # Underneath
 
@@ -263,12 +276,9 @@ class LLM:
         cache: PrefixCache | None = None,
         **options: Any,
     ) -> Handle:
-        """`submit` for a chat; `options` are those of `submit`."""
-        turns = validate_messages(messages)
-        if cache is not None:
-            _check_cache(cache)
-            turns, tools = cache.before_chat(self.loop, turns, tools)
-        return self.submit(self.tokenizer.encode_chat(turns, tools), **options)
+        """`submit` for a chat; `options` are those of `submit`. The deltas hold the reply as the model writes it."""
+        handle, _ = self._start_chat(messages, tools, "auto", True, cache, options)
+        return handle
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done: running and waiting requests, pages, cache hits, tokens."""
@@ -285,6 +295,26 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _start_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: ToolChoice,
+        parallel_tool_calls: bool,
+        cache: PrefixCache | None,
+        options: Mapping[str, Any],
+    ) -> tuple[Handle, ReplyParser]:
+        """Submit a chat, and make ready to read its reply."""
+        turns, checked_tools = validate_messages(messages), validate_tools(tools)
+        if cache is not None:
+            _check_cache(cache)
+            turns, checked_tools = cache.before_chat(self.loop, turns, checked_tools)
+        turn = prepare_turn(self.tokenizer, turns, checked_tools, tool_choice, parallel_tool_calls)
+        sampling = dict(options)
+        handle_options = {name: sampling.pop(name) for name in ("priority", "request_id") if name in sampling}
+        params = turn.sampling(sampling_params(sampling))
+        return self.loop.submit(turn.prompt_ids, params, **handle_options), turn.parser(params.stop)
 
     def _prompt_ids(self, prompt: Prompt, cache: PrefixCache | None, where: str = "prompt") -> list[int]:
         if cache is not None:
@@ -342,17 +372,17 @@ def _check_cache(cache: object) -> None:
         raise ValueError(f"cache: expected what prefix_cache() returned, got {type(cache).__name__}")
 
 
-def _wait(handle: Handle) -> Response:
+def _wait(handle: Handle, parser: ReplyParser | None = None) -> Response:
     try:
-        return response_of(handle.result())
+        return response_of(handle.result(), parser)
     except BaseException:  # Ctrl-C must not leave the request running
         handle.cancel()
         raise
 
 
-async def _await(handle: Handle) -> Response:
+async def _await(handle: Handle, parser: ReplyParser | None = None) -> Response:
     try:
-        return response_of(await handle.aresult())
+        return response_of(await handle.aresult(), parser)
     except BaseException:  # nor must a cancelled task
         handle.cancel()
         raise

@@ -61,8 +61,8 @@ class PrefixCache:
         return self.token_ids
 
     def before_chat(
-        self, loop: EngineLoop, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+        self, loop: EngineLoop, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         """The whole chat and its tools, given those that follow the cached ones.
 
         Raises:

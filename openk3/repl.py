@@ -139,10 +139,15 @@ class Repl:
     def _say(self, text: str) -> None:
         """Send `text` and show the reply; a reply that was stopped or failed leaves what it had said in the chat."""
         asked: Message = {"role": "user", "content": text}
-        reply, end = "", ""
+        reply, end, thought = "", "", False
         try:
             with self.llm.chat_stream([*self.messages, asked], **self.sampling) as stream, ctrl_c_stops(stream):
                 for piece in stream:
+                    if piece.reasoning:
+                        self._write(harmless(f"{'' if thought else '(thinking) '}{piece.reasoning}"))
+                        thought = True
+                    if piece.text and thought and not reply:
+                        self._write("\n\n")
                     reply += piece.text
                     self._write(harmless(piece.text))
                     if piece.finish_reason is not None:

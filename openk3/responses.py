@@ -9,12 +9,16 @@ accepted, and cancels it when it is closed, left by `with`, or garbage-collected
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from openk3.engine.handle import Handle
 from openk3.engine.request import Delta, Timings, TokenLogprob
+
+if TYPE_CHECKING:
+    from openk3.chat.parser import CallDelta, ReplyParser
+    from openk3.chat.reply import ToolCall
 
 
 class GenerationError(RuntimeError):
@@ -39,12 +43,15 @@ class Response:
     """A whole answer.
 
     Attributes:
-        text: the generated text, without the stop string that ended it.
+        text: the generated text, without the stop string that ended it; of a chat, the answer alone.
         token_ids: every generated id, the one that ended it included.
-        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up) or
-            "cancelled".
+        finish_reason: "stop" (end of text or a stop string), "length" (max_tokens or the context is used up, or a stop
+            string came before the text had the form that `grammar=` asked for), "cancelled", or "tool_calls" (the model
+            waits for the results of its calls).
         timings: seconds to the first token, seconds in all, tokens per second while decoding.
         logprobs: one entry per token where `logprobs=` was asked for, else None.
+        reasoning: what the model thought before it answered, where it does that in tags.
+        tool_calls: the functions it calls. Where the reply was cut, the last may be incomplete.
     """
 
     text: str
@@ -53,11 +60,23 @@ class Response:
     usage: Usage
     timings: Timings
     logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message that a chat goes on with, calls and reasoning included."""
+        from openk3.chat.reply import Reply
+
+        return Reply(self.text, self.reasoning, self.tool_calls).message()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer, as it is generated. `finish_reason`, `usage` and `timings` are set on the last one only."""
+    """A part of an answer, as it is generated. `finish_reason`, `usage` and `timings` are set on the last one only.
+
+    `tool_calls` are pieces of calls, with id and name in the first of each.
+    """
 
     text: str
     token_ids: list[int]
@@ -65,17 +84,19 @@ class Piece:
     finish_reason: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    reasoning: str = ""
+    tool_calls: tuple[CallDelta, ...] = ()
 
 
-def piece_of(delta: Delta) -> Piece:
-    """The piece that one step of the engine amounts to.
+def piece_of(delta: Delta, parser: ReplyParser | None = None) -> Piece:
+    """The piece that one step of the engine amounts to; with a `parser`, as it reads a chat's.
 
     Raises:
         GenerationError: the engine reports that the request failed.
     """
     _check(delta)
     last = delta.finish_reason is not None
-    return Piece(
+    piece = Piece(
         text=delta.text,
         token_ids=list(delta.token_ids),
         logprobs=_logprobs(delta),
@@ -83,23 +104,41 @@ def piece_of(delta: Delta) -> Piece:
         usage=_usage(delta) if last else None,
         timings=delta.timings if last else None,
     )
+    if parser is None:
+        return piece
+    read = parser.read(delta)
+    reason = None if delta.finish_reason is None else parser.finish_reason(delta.finish_reason)
+    return replace(piece, text=read.content, reasoning=read.reasoning, tool_calls=read.calls, finish_reason=reason)
 
 
-def response_of(whole: Delta) -> Response:
-    """The whole answer, given all deltas of a finished request as one (`Handle.result`).
+def response_of(whole: Delta, parser: ReplyParser | None = None) -> Response:
+    """The whole answer, given all deltas of a finished request as one (`Handle.result`); read by `parser` if a chat's.
 
     Raises:
         GenerationError: the engine reports that the request failed.
     """
     _check(whole)
     assert whole.finish_reason is not None
-    return Response(
+    response = Response(
         text=whole.text,
         token_ids=list(whole.token_ids),
         finish_reason=whole.finish_reason,
         usage=_usage(whole),
         timings=whole.timings or Timings(0.0, 0.0, 0.0, 0.0),  # none if the engine closed before it ran
         logprobs=_logprobs(whole),
+    )
+    if parser is None:
+        return response
+    from openk3.chat.reply import Reply
+
+    reply = Reply()
+    reply.add(parser.read(whole))
+    return replace(
+        response,
+        text=reply.content,
+        reasoning=reply.reasoning,
+        tool_calls=reply.calls,
+        finish_reason=parser.finish_reason(whole.finish_reason),
     )
 
 
@@ -119,15 +158,16 @@ def _usage(delta: Delta) -> Usage:
 class Stream(Iterator[Piece]):
     """The pieces of one answer as they come. Usable in `for` and `with`; `break` and `close` cancel the request."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, parser: ReplyParser | None = None) -> None:
         self._handle = handle
+        self._parser = parser
         self._deltas = iter(handle)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Piece:
-        return piece_of(next(self._deltas))
+        return piece_of(next(self._deltas), self._parser)
 
     def close(self) -> None:
         """Cancel the request if it still runs; the engine frees its memory within one step. May be called twice."""
@@ -148,8 +188,9 @@ class Stream(Iterator[Piece]):
 class AsyncStream(AsyncIterator[Piece]):
     """`Stream` for asyncio: `async for`, `async with`. Cancelling the task that waits on it cancels the request."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, parser: ReplyParser | None = None) -> None:
         self._handle = handle
+        self._parser = parser
         self._deltas = aiter(handle)
 
     def __aiter__(self) -> Self:
@@ -163,7 +204,7 @@ class AsyncStream(AsyncIterator[Piece]):
         except BaseException:  # asyncio.CancelledError is not an Exception
             self._handle.cancel()
             raise
-        return piece_of(delta)
+        return piece_of(delta, self._parser)
 
     async def aclose(self) -> None:
         """Cancel the request if it still runs; the engine frees its memory within one step. May be called twice."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from conftest import random_model
 from openk3.config import FULL, SLIDING, ModelConfig
@@ -14,6 +15,7 @@ from openk3.engine import Delta, Engine, EngineConfig, SamplingParams
 from openk3.engine.handle import merge
 from openk3.engine.request import Request
 from openk3.model import K3ForCausalLM
+from openk3.serve.logprobs import _byte_alphabet
 from openk3.weights import LoadedModel
 
 EOS = 0
@@ -21,10 +23,34 @@ RUNNERS = ("cpu", "torch")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
+def byte_level(specials: dict[int, str], words: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer of one token per byte, of which those in `specials` are special, and one per beginning of `words`."""
+    letters = _byte_alphabet()
+    vocabulary = {specials.get(byte, char): byte for char, byte in letters.items()}
+    chars = {byte: char for char, byte in letters.items()}
+    merges: list[tuple[str, str]] = []
+    for word in words:
+        token, *rest = (chars[byte] for byte in word.encode())
+        for char in rest:
+            if (token, char) not in merges:
+                merges.append((token, char))
+                vocabulary.setdefault(token + char, len(vocabulary))
+            token += char
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials.values()])
+    return tokenizer
+
+
 class ByteTokenizer:
     """Token i is byte i; token 0 ends a text and shows as nothing."""
 
     eos_token_ids: tuple[int, ...] = (EOS,)
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        return byte_level({EOS: "<|end|>"})
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i != EOS or not skip_special_tokens).decode("utf-8", errors="replace")

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import uvicorn
+from engine_support import byte_level
 from fastapi import FastAPI
 from openai import OpenAI
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from conftest import random_model
 from openk3.config import preset
 from openk3.serve.app import create_app
-from openk3.serve.logprobs import _byte_alphabet
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -53,13 +52,7 @@ def debug_llm() -> LLM:
 
 def byte_tokenizer(directory: Path) -> None:
     """Write a tokenizer of one token per byte, with a chat template."""
-    specials = {END: "<|end|>", START: "<|start|>"}
-    vocabulary = {specials.get(byte, char): byte for char, byte in _byte_alphabet().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials.values()])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    byte_level({END: "<|end|>", START: "<|start|>"}).save(str(directory / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 

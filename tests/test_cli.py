@@ -24,7 +24,7 @@ from openk3.weights import default_model
 if TYPE_CHECKING:
     from openk3.llm import LLM
 
-COMMANDS = ("pull", "models", "quantize", "generate", "chat", "serve", "doctor")
+COMMANDS = ("pull", "models", "quantize", "generate", "chat", "render", "serve", "doctor")
 SHORT = {"temperature": 0, "max_tokens": 6}
 
 

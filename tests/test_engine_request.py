@@ -40,6 +40,7 @@ from openk3.engine.request import Request
         ("logit_bias", {"5": 1.0}, "a token id in logit_bias is '5': it must be an integer of at least 0"),
         ("logit_bias", {5: 101}, "logit_bias[5] is 101: it must lie between -100 and 100"),
         ("ignore_eos", 1, "ignore_eos is 1: it must be true or false"),
+        ("grammar", {}, "grammar is a dict: it must be a Grammar, for instance Grammar.json_schema({...})"),
     ],
 )
 def test_bad_sampling_parameters(field: str, value: Any, message: str) -> None:

@@ -154,5 +154,5 @@ def test_a_fixed_number_is_kept_whatever_the_times_are() -> None:
     pacer = Pacer(fixed=5)
     assert pacer.limit(replies=3, context=0) == 5
     for seconds in (1.0, 100.0):
-        pacer.observe([Chunk(request("a", 9), 8, 1, True), Chunk(request("b", 9), 0, 5, False)], seconds)
+        pacer.observe([Chunk(request("a", 9), 8, 1, True, reply=True), Chunk(request("b", 9), 0, 5, False)], seconds)
     assert pacer.limit(replies=3, context=4000) == 5

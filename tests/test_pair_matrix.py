@@ -8,6 +8,7 @@ tokens, text, log-probabilities and ending. A new feature of the engine joins by
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from engine_support import EOS, RUNNERS, ByteTokenizer, add, finish, random_toke
 
 from openk3.engine import Delta, Engine, EngineLoop, Handle, SamplingParams, naive
 from openk3.engine.engine import EngineStats
+from openk3.engine.grammar.spec import Grammar
 
 SHARED = random_tokens(12, seed=100)  # all prompts begin with it: three pages
 PROMPTS = [SHARED + random_tokens(length, seed=length) for length in (9, 17, 2)]
@@ -66,7 +68,8 @@ FEATURES: dict[str, Feature] = {
     "paced prompts": Feature(
         engine={"max_num_batched_tokens": 12, "prefill_beside_decode": 1},
         together=True,
-        proof=lambda replies, stats: stats.steps >= 18,
+        # All at once: 15 steps, and 9 where a grammar forces tokens, which go together.
+        proof=lambda replies, stats: stats.steps >= (10 if any(":--" in r.text for r in replies) else 18),
     ),
     "prefix cache": Feature(
         engine={"enable_prefix_caching": True}, proof=lambda replies, stats: stats.prefix_hit_tokens > 0
@@ -88,15 +91,20 @@ FEATURES: dict[str, Feature] = {
         proof=lambda replies, stats: all(len(r.logprobs or ()) == len(r.token_ids) for r in replies),
     ),
     "stop texts": Feature(
-        params=a_stop_text, proof=lambda replies, stats: any(r.finish_reason == "stop" for r in replies)
+        params=a_stop_text, proof=lambda replies, stats: any(r.stop_match is not None for r in replies)
     ),
     "stop tokens": Feature(
-        params=a_stop_token, proof=lambda replies, stats: all(r.finish_reason == "stop" for r in replies)
+        params=a_stop_token, proof=lambda replies, stats: all(r.stop_match is not None for r in replies)
     ),
     "end of context": Feature(params={"max_tokens": None}),
     "end of text": Feature(
         params={"ignore_eos": False, "logit_bias": {EOS: 2.5}},
         proof=lambda replies, stats: any(r.token_ids[-1] == EOS for r in replies),
+    ),
+    # With forced tokens in runs of several lengths, over the borders of pages, and cut by the end of the reply.
+    "grammar": Feature(
+        params={"grammar": Grammar.regex("([a-c] forced |[d-f],|[^a-f]:--)+")},
+        proof=lambda replies, stats: all(re.match("[a-c]( |$)|[d-f](,|$)|[^a-f](:|$)", r.text) for r in replies),
     ),
     "window layers": Feature(model=("window",)),
     "layers without positions": Feature(model=("nope",)),
@@ -108,7 +116,7 @@ FEATURES: dict[str, Feature] = {
 
 @cache
 def oracle(model: tuple[str, ...], half: bool, prompt: int, setting: str) -> Delta:
-    params = eval(setting, {"SamplingParams": SamplingParams})  # noqa: S307 (its own repr, a key for the cache)
+    params = eval(setting, {"SamplingParams": SamplingParams, "Grammar": Grammar})  # noqa: S307 (its own repr, a key for the cache)
     return naive.generate(
         small_model(*model), ByteTokenizer(), PROMPTS[prompt], params, max_model_len=CONTEXT, half_cache=half
     )

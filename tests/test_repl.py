@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from chat_support import chat_llm, has_model_say
 from serving import debug_llm, until
 
 from openk3.chat.saved import load_chat
@@ -65,6 +66,13 @@ def test_a_conversation(llm: LLM) -> None:
     assert talk.messages == [*chat, {"role": "user", "content": "again"}, {"role": "assistant", "content": second}]
     assert harmless(first) in shown
     assert "(cut off: the token limit or the context is used up)" in shown
+
+
+def test_reasoning_is_shown_and_is_no_part_of_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_model_say(monkeypatch, "qwen", "<think>", "\nHm.\n", "</think>", "\n\n", "42")
+    talk = Talk(chat_llm("qwen"), "why?", sampling={})
+    assert talk.transcript() == "(thinking) Hm.\n\n42\n\n"
+    assert talk.messages[-1] == {"role": "assistant", "content": "42"}
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,9 @@ def test_the_client_sees_its_own_exceptions(url: str) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         api.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "x"}])
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
-    with pytest.raises(openai.BadRequestError, match="'tools' is not supported"):
-        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], tools=[tool])
+    with pytest.raises(openai.BadRequestError, match="'functions' is not supported"):
+        old: Any = {"name": "f", "parameters": {}}
+        api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], functions=[old])
 
 
 @pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])

@@ -26,7 +26,7 @@ from openk3.weights import CheckpointError, LoadedModel, load_model, load_weight
 from openk3.weights.formats import Int4Matrix, Int8Matrix, dequantize
 from openk3.weights.quantized_file import quantization_config, write_matrices
 
-HEAVY = ("torch", "transformers", "huggingface_hub", "gguf", "fastapi", "nicegui")
+HEAVY = ("torch", "transformers", "huggingface_hub", "gguf", "fastapi", "nicegui", "llguidance", "jsonschema")
 LOADED_MODULES = f"print(sorted(sys.modules.keys() & {set(HEAVY)}))"
 
 

@@ -9,7 +9,8 @@ The format is that of OpenAI's chat completions: https://platform.openai.com/doc
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -17,9 +18,15 @@ ROLES = ("system", "user", "assistant", "tool")
 # Far beyond any real JSON schema, and far below Python's recursion limit.
 _MAX_DEPTH = 64
 
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
 
 class Message(TypedDict, total=False):
-    """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls``."""
+    """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls`` and ``tools``.
+
+    A system message with ``tools`` and no content adds tools from its place in the chat on.
+    """
 
     role: str
     content: str | list[dict[str, Any]]
@@ -27,6 +34,7 @@ class Message(TypedDict, total=False):
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
+    tools: list[dict[str, Any]]
 
 
 def validate_messages(messages: object) -> list[Message]:
@@ -43,7 +51,7 @@ def validate_messages(messages: object) -> list[Message]:
         ValueError: anything that is not such a list; the text names the index and the field.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, (list, tuple)):
-        raise ValueError(f"messages: expected a list of messages, got {_kind(messages)}")
+        raise ValueError(f"messages: expected a list of messages, got {kind(messages)}")
     if not messages:
         raise ValueError("messages: the list is empty; give at least one message")
     return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -53,27 +61,69 @@ def validate_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check a list of function tools in OpenAI's form and return a plain copy; None for None and the empty list.
 
     Raises:
-        ValueError: not a list, or an entry that is not ``{"type": "function", "function": {"name": ...}}``.
+        ValueError: not a list, an entry that is not ``{"type": "function", "function": {"name": ...}}``, a name that is
+            taken or has other characters than letters, digits, ``_`` and ``-``, or more than 128 tools.
     """
-    if tools is None:
-        return None
+    return None if tools is None else _tools(tools, "tools") or None
+
+
+def offered_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """All tools of a checked chat: `tools`, then those that its system messages add.
+
+    Raises:
+        ValueError: a name that is there twice.
+    """
+    offered = [dict(tool) for tool in tools or ()]
+    names = {tool["function"]["name"] for tool in offered}
+    for i, message in enumerate(messages):
+        for k, tool in enumerate(message.get("tools", ())):
+            name = tool["function"]["name"]
+            if name in names:
+                raise ValueError(f"messages[{i}].tools[{k}].function.name: there is a tool {name!r} already")
+            names.add(name)
+            offered.append(tool)
+    return offered
+
+
+def _tools(tools: object, path: str) -> list[dict[str, Any]]:
     if not isinstance(tools, (list, tuple)):
-        raise ValueError(f"tools: expected a list of tools, got {_kind(tools)}")
-    checked = []
+        raise ValueError(f"{path}: expected a list of tools, got {kind(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"{path}: {len(tools)} tools; at most {MAX_TOOLS} are possible")
+    checked: list[dict[str, Any]] = []
+    names: set[str] = set()
     for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
+        where = f"{path}[{i}]"
         if not isinstance(tool, Mapping):
-            raise ValueError(f"{where}: expected an object, got {_kind(tool)}")
+            raise ValueError(f"{where}: expected an object, got {kind(tool)}")
         if tool.get("type") != "function":
             raise ValueError(
                 f"{where}.type: {tool.get('type')!r} is not supported; the only kind of tool is 'function'"
             )
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{where}.function: expected an object, got {_kind(function)}")
-        _required_name(function.get("name"), f"{where}.function.name")
+            raise ValueError(f"{where}.function: expected an object, got {kind(function)}")
+        _check_function(function, f"{where}.function")
+        if function["name"] in names:
+            raise ValueError(f"{where}.function.name: there is a tool {function['name']!r} already")
+        names.add(function["name"])
         checked.append(_plain(tool, where))
-    return checked or None
+    return checked
+
+
+def _check_function(function: Mapping[str, Any], where: str) -> None:
+    name = function.get("name")
+    _required_name(name, f"{where}.name")
+    if not _TOOL_NAME.fullmatch(str(name)):
+        raise ValueError(
+            f"{where}.name: {name!r} is not a name of 1 to 64 letters (a-z, A-Z), digits, underscores and dashes"
+        )
+    if function.get("description") is not None:
+        check_text(function["description"], f"{where}.description")
+    if not isinstance(function.get("parameters"), (Mapping, type(None))):
+        raise ValueError(f"{where}.parameters: expected a JSON schema, got {kind(function['parameters'])}")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise ValueError(f"{where}.strict: expected true or false, got {kind(function['strict'])}")
 
 
 def check_text(text: object, where: str) -> str:
@@ -83,7 +133,7 @@ def check_text(text: object, where: str) -> str:
         ValueError: another type, or a lone surrogate in it; the text names `where`.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where}: expected text, got {_kind(text)}")
+        raise ValueError(f"{where}: expected text, got {kind(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -97,7 +147,7 @@ def check_text(text: object, where: str) -> str:
 
 def _validate_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where}: expected an object with role and content, got {_kind(message)}")
+        raise ValueError(f"{where}: expected an object with role and content, got {kind(message)}")
     if "role" not in message:
         raise ValueError(f"{where}.role: missing; give one of {', '.join(ROLES)}")
     role = message["role"]
@@ -107,13 +157,18 @@ def _validate_message(message: object, where: str) -> Message:
     checked: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     content = message.get("content")
-    if content is not None:
+    if message.get("tools") is not None:
+        if role != "system" or content is not None:
+            raise ValueError(f"{where}.tools: only a system message without content can add tools")
+        checked["tools"] = _tools(message["tools"], f"{where}.tools")
+    elif content is not None:
         checked["content"] = _content(content, f"{where}.content")
     elif role == "assistant" and calls:
         checked["content"] = ""  # many templates add it to a string without asking whether it is there
     else:
         raise ValueError(
-            f"{where}.content: missing; give text (only an assistant message with tool_calls may have none)"
+            f"{where}.content: missing; give text (only an assistant message with tool_calls may have none, "
+            "and a system message that adds tools)"
         )
     if calls is not None:
         if role != "assistant":
@@ -125,7 +180,7 @@ def _validate_message(message: object, where: str) -> Message:
         if message.get(field) is not None:
             checked[field] = check_text(message[field], f"{where}.{field}")
     for field, value in message.items():
-        if field not in checked and field not in ("content", "tool_calls") and value is not None:
+        if field not in checked and field not in ("content", "tool_calls", "tools") and value is not None:
             checked[check_text(field, f"{where}: field name")] = _plain(value, f"{where}.{field}")
     return checked  # type: ignore[return-value]  # built field by field above
 
@@ -134,7 +189,7 @@ def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return check_text(content, where)
     if not isinstance(content, (list, tuple)):
-        raise ValueError(f"{where}: expected text or a list of text parts, got {_kind(content)}")
+        raise ValueError(f"{where}: expected text or a list of text parts, got {kind(content)}")
     if not content:
         raise ValueError(f"{where}: the list of parts is empty; give at least one text part")
     texts = []
@@ -144,7 +199,7 @@ def _content(content: object, where: str) -> str:
             texts.append(check_text(part, place))
             continue
         if not isinstance(part, Mapping):
-            raise ValueError(f"{place}: expected a text part, got {_kind(part)}")
+            raise ValueError(f"{place}: expected a text part, got {kind(part)}")
         if part.get("type") != "text":
             raise ValueError(f"{place}.type: {part.get('type')!r} is not supported; this model reads only 'text' parts")
         if "text" not in part:
@@ -155,15 +210,15 @@ def _content(content: object, where: str) -> str:
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, (list, tuple)):
-        raise ValueError(f"{where}: expected a list of calls, got {_kind(calls)}")
+        raise ValueError(f"{where}: expected a list of calls, got {kind(calls)}")
     checked = []
     for i, call in enumerate(calls):
         place = f"{where}[{i}]"
         if not isinstance(call, Mapping):
-            raise ValueError(f"{place}: expected an object, got {_kind(call)}")
+            raise ValueError(f"{place}: expected an object, got {kind(call)}")
         function = call.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{place}.function: expected an object with name and arguments, got {_kind(function)}")
+            raise ValueError(f"{place}.function: expected an object with name and arguments, got {kind(function)}")
         _required_name(function.get("name"), f"{place}.function.name")
         plain_call = _plain(call, place)
         # Clients send JSON text and templates write with `tojson`: left as text, the arguments would be quoted twice.
@@ -180,7 +235,7 @@ def _arguments(arguments: object, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:  # not only JSONDecodeError: an integer may have too many digits
             raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: expected a JSON object, got {_kind(arguments)}")
+        raise ValueError(f"{where}: expected a JSON object, got {kind(arguments)}")
     plain: dict[str, Any] = _plain(arguments, where)
     return plain
 
@@ -204,9 +259,9 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise ValueError(f"{where}: expected a JSON value, got {_kind(value)}")
+    raise ValueError(f"{where}: expected a JSON value, got {kind(value)}")
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
     names = {type(None): "nothing (null)", str: "text", dict: "an object", list: "a list", bool: "a boolean"}
     return names.get(type(value), f"{type(value).__name__}")

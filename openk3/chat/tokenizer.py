@@ -8,6 +8,7 @@ inside ``tokenizer_config.json``). Neither torch nor Transformers is needed, so 
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 
+from openk3.chat.dialect import Dialect, native_dialect, template_dialect
 from openk3.chat.messages import check_text, validate_messages, validate_tools
-from openk3.chat.template import ChatTemplate
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -58,7 +59,6 @@ class Tokenizer:
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._chat_templates = dict(chat_templates or {})
-        self._compiled_templates: dict[str, ChatTemplate] = {}
         self._texts: dict[int, str] = {}
         self._joins_bytes = isinstance(backend.decoder, ByteLevel)
 
@@ -146,26 +146,27 @@ class Tokenizer:
         Raises:
             ValueError: bad messages or tools, no template in the checkpoint, or the template refused the chat.
         """
-        checked_messages = validate_messages(messages)
-        checked_tools = validate_tools(tools)
-        name = "tool_use" if checked_tools and "tool_use" in self._chat_templates else "default"
-        return self._template(name).render(checked_messages, checked_tools, add_generation_prompt)
+        return self.dialect.render(validate_messages(messages), validate_tools(tools), add_generation_prompt)
 
     def encode_chat(self, messages: object, tools: object = None, add_generation_prompt: bool = True) -> list[int]:
-        """Return the token ids of `render_chat`'s text. The template writes every special token itself."""
-        return self.encode(self.render_chat(messages, tools, add_generation_prompt), add_special_tokens=False)
+        """Return the token ids of `render_chat`'s text; a control token that a message spells out stays text."""
+        return self.dialect.encode(validate_messages(messages), validate_tools(tools), add_generation_prompt)
 
-    def _template(self, name: str) -> ChatTemplate:
-        template = self._compiled_templates.get(name)
-        if template is None:
-            source = self._chat_templates.get(name)
-            if source is None:
-                raise ValueError(
-                    "this checkpoint has no chat template, so it cannot chat: complete plain text with generate() "
-                    "instead, or put a chat_template.jinja beside its tokenizer.json"
-                )
-            template = self._compiled_templates[name] = ChatTemplate(source, self.special_tokens)
-        return template
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How this checkpoint writes and reads chats.
+
+        Raises:
+            ValueError: it cannot chat, or its template is not valid Jinja.
+        """
+        if "default" in self._chat_templates:
+            return template_dialect(self.backend, self._chat_templates, self.special_tokens)
+        if (native := native_dialect(self.backend)) is not None:
+            return native
+        raise ValueError(
+            "this checkpoint has no chat template, so it cannot chat: complete plain text with generate() "
+            "instead, or put a chat_template.jinja beside its tokenizer.json"
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 From the outside in: `loop` runs the engine in a thread and hands out handles, `engine` advances every request by one
 step, `scheduler` decides what a step computes and `pacing` how much of it may be prompts, `pages`, `groups` and `pins`
 own the cache's memory, `runner_cpu` and `runner_torch` run the model, `sampler` and `detokenizer` turn logits into
-tokens and text. `naive` is the same result the plain way, for the tests.
+tokens and text, and `grammar` keeps them to a form. `naive` is the same result the plain way, for the tests.
 
 The names below are imported at their first use, so that reading `SamplingParams` does not load torch.
 """

@@ -8,7 +8,10 @@ releases what cannot be part of a stop text any more, `TextStream` joins the two
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
@@ -16,6 +19,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a cha
 class TokenizerLike(Protocol):
     """What the engine needs of a tokenizer; `openk3.chat.tokenizer.Tokenizer` is one."""
 
+    backend: Backend  # for grammars, which need the bytes of every token
     eos_token_ids: tuple[int, ...]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -90,7 +94,7 @@ class StopFinder:
             _, start, stop = min(found)
             self._held = ""
             return text[:start], stop
-        held = max(_overlap(text, stop) for stop in self._stops)
+        held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], None
 
@@ -100,7 +104,7 @@ class StopFinder:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with and goes beyond."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

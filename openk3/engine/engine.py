@@ -14,6 +14,7 @@ import uuid
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,16 @@ from numpy.typing import NDArray
 
 from openk3.engine.config import EngineConfig
 from openk3.engine.detokenizer import TextStream, TokenizerLike
+from openk3.engine.grammar.compiler import GrammarCompiler
+from openk3.engine.grammar.matcher import Matcher, compute_masks
+from openk3.engine.grammar.spec import Grammar
 from openk3.engine.groups import GIVEN_BACK, LayerGroup, layer_groups, most_pages, prefix_keys
 from openk3.engine.pacing import Pacer
 from openk3.engine.pages import PagePool, extend_page_hashes, page_bytes
 from openk3.engine.pins import PinTable
 from openk3.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from openk3.engine.runner import chosen_kv_format, make_runner
-from openk3.engine.sampler import fresh_seed, log_probabilities, sample_token
+from openk3.engine.sampler import fresh_seed, log_probabilities, needs_mask, sample_token
 from openk3.engine.scheduler import Chunk, Scheduler
 from openk3.weights.loaded import LoadedModel
 
@@ -43,6 +47,10 @@ logger = logging.getLogger(__name__)
 # What a request that only computes a prefix runs with; it ends before it would sample.
 _PREFILL_ONLY = SamplingParams(temperature=0, max_tokens=1)
 
+# Tokens that a grammar forces and one step takes beside the one that was chosen: a tile of the kernels in all. Longer
+# texts take several steps, so that other replies do not wait for them.
+_MOST_FORCED = 15
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -56,7 +64,7 @@ class EngineStats:
         steps: model runs.
         requests: requests accepted, prefixes to be pinned included.
         prompt_tokens: tokens of their prompts.
-        generated_tokens: tokens sampled.
+        generated_tokens: tokens of their replies.
         prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found there.
         prefix_evictions: pages of the prefix cache that were forgotten because their memory was needed.
         preemptions: times a running request had to give its pages back.
@@ -111,6 +119,8 @@ class Engine:
         self.vocab_size: int = model.config.vocab_size
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)
+        self._mask_thread = ThreadPoolExecutor(1, "openk3-masks")  # it starts with its first work
         groups = layer_groups(model.config, config.max_model_len or model.config.max_position_embeddings)
         self._windows = [group.window for group in groups]
         self._num_pages = _number_of_pages(model, groups, config)
@@ -150,7 +160,7 @@ class Engine:
                 there are any.
 
         Raises:
-            ValueError: an empty or too long prompt, or token ids outside the vocabulary.
+            ValueError: an empty or too long prompt, token ids outside the vocabulary, or a grammar that cannot be used.
         """
         self._check_prompt(prompt_ids)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -159,6 +169,7 @@ class Engine:
                     raise ValueError(f"{name} names token {i}: the vocabulary ends at {self.vocab_size - 1}")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ValueError(f"priority is {priority!r}: it must be an integer")
+        grammar = params.grammar
         room = self.max_model_len - len(prompt_ids)
         return Request(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
@@ -169,7 +180,16 @@ class Engine:
             max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             text=TextStream(self._tokenizer, params.stop),
             arrived_at=time.monotonic(),
+            matcher=None if grammar is None else self._grammars.matcher(grammar, ignore_eos=params.ignore_eos),
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar that a request is going to ask for, which may take a while. For any thread.
+
+        Raises:
+            ValueError: it cannot be used; the message says why.
+        """
+        self._grammars.compile(grammar)
 
     def make_pin_request(self, prompt_ids: Sequence[int], ttl_s: float) -> Request:
         """A request that computes a prefix and pins it for `ttl_s` seconds; `Request.pinned` holds the result.
@@ -246,11 +266,15 @@ class Engine:
         if not chunks:
             return []
         self._steps += 1
+        masks = self._start_masks(chunks)
         try:
             rows = iter(self._runner.run(chunks))
         except Exception as error:
             logger.exception("a model run failed and ends its %d requests", len(chunks))
             return [self._fail(chunk.request, error) for chunk in chunks]
+        finally:
+            if masks is not None:
+                masks.result()
         deltas = []
         for chunk in chunks:
             logits_V = next(rows) if chunk.samples else None
@@ -264,8 +288,14 @@ class Engine:
         self._pacer.observe(chunks, time.monotonic() - now)
         return deltas
 
+    def _start_masks(self, chunks: Sequence[Chunk]) -> Future[None] | None:
+        """Begin to compute what grammars allow next, for the time that the model runs; None where nothing needs it."""
+        requests = [chunk.request for chunk in chunks if chunk.samples and chunk.request.matcher is not None]
+        matchers = [r.matcher for r in requests if r.matcher is not None and needs_mask(r.params)]
+        return self._mask_thread.submit(compute_masks, matchers) if matchers else None
+
     def _advance(self, chunk: Chunk, logits_V: NDArray[np.float32] | None) -> Delta | None:
-        """Note what was computed for one request and, where it samples, generate its next token."""
+        """Note what was computed for one request and, where it samples, generate what comes next."""
         request = chunk.request
         self._scheduler.commit(chunk)
         if logits_V is None:
@@ -276,10 +306,8 @@ class Engine:
             )
             return self._finish(request, "stop")
         params = request.params
-        token = sample_token(logits_V, params, request.seed, request.tokens, len(request.prompt_ids))
+        token = sample_token(logits_V, params, request.seed, request.tokens, len(request.prompt_ids), request.matcher)
         logprobs = None if params.logprobs is None else (self._logprob(logits_V, token, params.logprobs),)
-        request.tokens.append(token)
-        self._generated_tokens += 1
         request.last_token_at = time.monotonic()
         request.first_token_at = request.first_token_at or request.last_token_at
         return self._emit(request, token, logprobs)
@@ -288,17 +316,43 @@ class Engine:
         return prefix_keys(self._windows, request.page_hashes, self.config.page_size)
 
     def _emit(self, request: Request, token: int, logprobs: tuple[TokenLogprob, ...] | None) -> Delta:
-        """The delta of a token that was just generated, the last one if the reply ends with it."""
+        """The delta of a token that was just chosen and those that a grammar forces after it, up to the reply's end.
+
+        The forced ones go through the model with it, as part of the next step, and without being chosen. Where
+        log-probabilities are asked for, they go one by one, as each needs its logits.
+        """
+        text, tokens = "", [token]
+        while True:
+            request.tokens.append(tokens[-1])
+            piece, reason, stop_match = self._take(request, tokens[-1])
+            text += piece
+            forced = None if reason is not None or request.matcher is None else request.matcher.forced
+            if forced is None or logprobs is not None or len(tokens) > _MOST_FORCED:
+                break
+            tokens.append(forced)
+        request.num_new = len(tokens)
+        self._generated_tokens += len(tokens)
+        if reason is None:
+            return self._delta(request, text, tuple(tokens), logprobs)
+        return self._finish(
+            request, reason, text=text, token_ids=tuple(tokens), logprobs=logprobs, stop_match=stop_match
+        )
+
+    def _take(self, request: Request, token: int) -> tuple[str, FinishReason | None, str | int | None]:
+        """The text that a new token adds and, if the reply ends with it, why, and the stop text or token that did."""
         reason: FinishReason | None = None
         stop_match: str | int | None = None
         text = ""
+        matcher = request.matcher
         if token in request.params.stop_token_ids:
             reason, stop_match = "stop", token
         elif token in self._eos_ids and not request.params.ignore_eos:
             reason = "stop"
         else:
+            if matcher is not None:
+                matcher.consume(token)
             text, stop_match = request.text.push(token)
-            if stop_match is not None:
+            if stop_match is not None or (matcher is not None and matcher.ended):
                 reason = "stop"
             elif request.num_generated == request.max_new_tokens:
                 reason = "length"
@@ -307,9 +361,17 @@ class Engine:
             text += rest
             if stop_in_rest is not None:
                 reason, stop_match = "stop", stop_in_rest
-        if reason is None:
-            return self._delta(request, text, (token,), logprobs)
-        return self._finish(request, reason, text=text, token_ids=(token,), logprobs=logprobs, stop_match=stop_match)
+        if matcher is not None and stop_match is not None and not self._is_complete(request, matcher, stop_match):
+            reason = "length"
+        return text, reason, stop_match
+
+    def _is_complete(self, request: Request, matcher: Matcher, stop_match: str | int) -> bool:
+        """Whether a reply that a stop text or token ended is all that its grammar asks for."""
+        if isinstance(stop_match, int):
+            return matcher.accepting  # it was not consumed
+        reply = self._tokenizer.decode(request.tokens[len(request.prompt_ids) :], skip_special_tokens=False)
+        text, found, _ = reply.partition(stop_match)
+        return bool(found) and matcher.accepts(text)
 
     def _logprob(self, logits_V: NDArray[np.float32], token: int, count: int) -> TokenLogprob:
         logprob, top = log_probabilities(logits_V, token, count)

@@ -1,8 +1,9 @@
 """Generation the plain way: one request, the whole model, no engine. The oracle the engine is tested against.
 
-It shares the sampler with the engine, which has its own tests, and nothing else: no pages, no scheduler, no
-incremental text. After every token the whole sequence is computed again (or, with `use_cache`, Transformers' own
-cache is used) and the whole reply is decoded and searched for stop texts again.
+It shares the sampler and the grammars with the engine, which have their own tests, and nothing else: no pages, no
+scheduler, no incremental text. After every token the whole sequence is computed again (or, with `use_cache`,
+Transformers' own cache is used), and the whole reply is decoded, searched for stop texts and matched with its grammar
+again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from openk3.engine.detokenizer import TokenizerLike
+from openk3.engine.grammar.compiler import GrammarCompiler
+from openk3.engine.grammar.matcher import Matcher
 from openk3.engine.request import Delta, FinishReason, SamplingParams, TokenLogprob
 from openk3.engine.sampler import fresh_seed, log_probabilities, sample_token
 
@@ -41,20 +44,25 @@ def generate(
     context = model.config.max_position_embeddings if max_model_len is None else max_model_len
     limit = min(params.max_tokens or context, context - len(prompt_ids))
     seed = fresh_seed() if params.seed is None else params.seed
+    grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
     kind = _HalfCache if half_cache else DynamicCache
     cache = kind(config=model.config) if use_cache or half_cache else None
-    tokens, reply, logprobs = list(prompt_ids), [], []
+    tokens = list(prompt_ids)
+    reply: list[int] = []
+    logprobs = []
     text, reason, match = "", None, None
     while reason is None:
         logits_V = _next_logits(model, tokens, cache).numpy()
         if not use_cache and half_cache:
             cache = _HalfCache(config=model.config)  # the whole sequence is computed again
-        token = sample_token(logits_V, params, seed, tokens, len(prompt_ids))
+        token = sample_token(logits_V, params, seed, tokens, len(prompt_ids), _matcher_after(grammars, params, reply))
         tokens.append(token)
         reply.append(token)
         if params.logprobs is not None:
             logprobs.append(_logprob(tokenizer, *log_probabilities(logits_V, token, params.logprobs), token))
         text, reason, match = _ending(tokenizer, reply, params, limit)
+        if (after := _matcher_after(grammars, params, reply[:-1])) is not None:
+            reason = _ending_in_grammar(after, reply[-1], (text, reason, match))
     return Delta(
         request_id="naive",
         text=text,
@@ -101,6 +109,28 @@ def _ending(
         _, start, stop = min(ends)
         return text[:start], "stop", stop
     return text, "length" if len(reply) == limit else None, None
+
+
+def _matcher_after(grammars: GrammarCompiler, params: SamplingParams, reply: list[int]) -> Matcher | None:
+    if params.grammar is None:
+        return None
+    matcher = grammars.matcher(params.grammar, ignore_eos=params.ignore_eos)
+    for token in reply:
+        matcher.consume(token)
+    return matcher
+
+
+def _ending_in_grammar(
+    before: Matcher, token: int, ending: tuple[str, FinishReason | None, str | int | None]
+) -> FinishReason | None:
+    """Why the reply ends with `token`, given where it stood before, and what `_ending` says without its grammar."""
+    text, reason, match = ending
+    if match is not None:
+        return "stop" if before.accepts(text) else "length"
+    if reason == "stop":  # the model's own end of text
+        return reason
+    before.consume(token)
+    return "stop" if before.ended else reason
 
 
 def _logprob(tokenizer: TokenizerLike, logprob: float, top: list[tuple[int, float]], token: int) -> TokenLogprob:

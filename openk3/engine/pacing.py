@@ -75,7 +75,7 @@ class Pacer:
     def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learn that a step of these chunks took so long."""
         self._steps += 1
-        prompts = [chunk for chunk in chunks if not (chunk.samples and chunk.count == 1)]
+        prompts = [chunk for chunk in chunks if not chunk.reply]
         tokens = sum(chunk.count for chunk in prompts)
         replies = len(chunks) - len(prompts)
         if not replies:

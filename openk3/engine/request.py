@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from openk3.engine.grammar.spec import Grammar
+
 if TYPE_CHECKING:
     from openk3.engine.detokenizer import TextStream
+    from openk3.engine.grammar.matcher import Matcher
     from openk3.engine.pins import PinnedPrefix
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -41,6 +44,9 @@ class SamplingParams:
             are the model's own, before penalties, bias and temperature.
         logit_bias: added to the logits of these token ids, each in [-100, 100].
         ignore_eos: go on when the model says it is done.
+        grammar: the form that the whole reply is to have. Only tokens that keep to it are considered, and the reply
+            ends where it can only end. A reply with the finish reason "stop" has the form; one that was cut, by
+            `max_tokens`, the context, or a stop text or token in the midst of it, has "length" and may be incomplete.
 
     Raises:
         ValueError: a field of the wrong type or out of range; the message names field, value and what is allowed.
@@ -60,6 +66,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)
@@ -79,6 +86,11 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}: it must be true or false")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(
+                f"grammar is a {type(self.grammar).__name__}: it must be a Grammar, for instance "
+                "Grammar.json_schema({...})"
+            )
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -162,7 +174,8 @@ class Delta:
             may lag behind `token_ids` and never needs to be taken back.
         token_ids: tokens of this piece, the one that ended the reply included.
         logprobs: one entry per token where they were asked for.
-        finish_reason: None until the last piece; "length" covers `max_tokens` and the end of the context.
+        finish_reason: None until the last piece; "length" covers `max_tokens`, the end of the context, and with a
+            grammar a stop text or token before the reply was complete.
         stop_match: the stop text or stop token that ended the reply; None where the model's own end of text did.
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that did not have to be computed.
@@ -192,8 +205,10 @@ class Request:
         seed: what randomness comes from, drawn when the parameters leave it open.
         max_new_tokens: tokens it may generate, `max_tokens` cut to the context.
         pin_ttl_s: not None in a request that computes a prefix to be pinned and generates nothing.
+        matcher: where the reply stands in its grammar, if it has one. Like `tokens`, it outlasts a preemption.
         order: position in the order of arrival, set by the scheduler.
         tokens: prompt and reply.
+        num_new: tokens at the end of `tokens` that came together: one, and those that a grammar forces after it.
         num_computed: leading tokens whose keys and values are in `pages`, or were and are not needed any more.
         pages: while it runs, a block table per group of layers: the page of each `page_size` tokens, in order
             (`openk3.engine.groups`).
@@ -209,9 +224,11 @@ class Request:
     text: TextStream
     arrived_at: float
     pin_ttl_s: float | None = None
+    matcher: Matcher | None = None
 
     order: int = -1
     tokens: list[int] = field(default_factory=list)
+    num_new: int = 1
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
@@ -228,6 +245,11 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def is_replying(self) -> bool:
+        """Whether all that is left to compute came with the last step (or is a prompt's last token, which is alike)."""
+        return len(self.tokens) - self.num_computed <= self.num_new
 
     @property
     def rank(self) -> tuple[int, int]:

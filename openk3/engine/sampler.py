@@ -1,11 +1,11 @@
-"""From logits to a token: penalties, bias, temperature, truncation, and one random number.
+"""From logits to a token: grammar, penalties, bias, temperature, truncation, and one random number.
 
 Sampling has no state. The random number of a position comes from a counter-based generator (Philox, Salmon et al.
 2011, "Parallel random numbers: as easy as 1, 2, 3") keyed by the request's seed with the position as its counter, so
 batching, chunking, preemption and restarts cannot change a reply.
 
-The order is Hugging Face's: bias and penalties, temperature, top_k, top_p, min_p. Arithmetic on probabilities is in
-float64.
+The order is Hugging Face's: bias and penalties, temperature, top_k, top_p, min_p. A grammar comes before temperature,
+so that truncation keeps the best of the tokens that are allowed. Arithmetic on probabilities is in float64.
 
 Shapes: V vocab_size.
 """
@@ -15,11 +15,15 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from openk3.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from openk3.engine.grammar.matcher import Matcher
 
 Floats = NDArray[np.float64]
 
@@ -30,22 +34,47 @@ def fresh_seed() -> int:
 
 
 def sample_token(
-    logits_V: NDArray[np.float32], params: SamplingParams, seed: int, tokens: Sequence[int], num_prompt: int
+    logits_V: NDArray[np.float32],
+    params: SamplingParams,
+    seed: int,
+    tokens: Sequence[int],
+    num_prompt: int,
+    matcher: Matcher | None = None,
 ) -> int:
     """The token that follows `tokens`, of which the first `num_prompt` are the prompt.
 
+    Args:
+        matcher: where the reply stands in its grammar.
+
     Raises:
         FloatingPointError: the best logit is not a finite number.
+        RuntimeError: the grammar cannot be followed any further.
     """
+    if matcher is not None and matcher.forced is not None:
+        return matcher.forced
     scores_V = adjust(logits_V, params, tokens, num_prompt)
+    token = _best(scores_V)
+    # The best of all tokens, where it is allowed, is the best of those that are.
+    if matcher is not None and (needs_mask(params) or not matcher.allows(token)):
+        scores_V = np.where(matcher.allowed_V, scores_V, -np.inf)
+        token = _best(scores_V)
+    if params.temperature == 0:
+        return token
+    return draw(distribution(scores_V, params), uniform(seed, len(tokens)))
+
+
+def needs_mask(params: SamplingParams) -> bool:
+    """Whether it always takes all the tokens that a grammar allows to choose one."""
+    return params.temperature > 0
+
+
+def _best(scores_V: NDArray[np.floating]) -> int:
     token = int(scores_V.argmax())  # the first NaN if there is any
     if not math.isfinite(scores_V[token]):
         raise FloatingPointError(
             f"the model returned a logit of {scores_V[token]}: the weights or the input are broken"
         )
-    if params.temperature == 0:
-        return token
-    return draw(distribution(scores_V, params), uniform(seed, len(tokens)))
+    return token
 
 
 def adjust(

@@ -1,13 +1,14 @@
 """Decides what each step computes: continuous batching under a budget of tokens.
 
-Requests that are generating come first (one token each), then prompts, partly computed or waiting, in order of priority
-and arrival. A prompt longer than what is left of the budget is computed in chunks over several steps; beside requests
-that generate, the budget is what the pacer allows. A request gets the pages of all its known tokens when it is admitted
-and one more page at a time while it generates; those of layers with a window it gets chunk by chunk, and gives them
-back when they lie behind the window. When pages run out, the running request that ranks last gives all of its pages
-back and waits again; it will recompute them, or find them in the prefix cache. Waiting requests may displace running
-ones of a strictly lower priority, and nobody overtakes a waiting request of its own or a higher priority. Priorities
-are strict: as long as requests of a higher priority keep the engine full, those of a lower one wait.
+Requests that are generating come first (one token each, or several where a grammar forced some), then prompts, partly
+computed or waiting, in order of priority and arrival. A prompt longer than what is left of the budget is computed in
+chunks over several steps; beside requests that generate, the budget is what the pacer allows. A request gets the pages
+of all its known tokens when it is admitted and one more page at a time while it generates; those of layers with a
+window it gets chunk by chunk, and gives them back when they lie behind the window. When pages run out, the running
+request that ranks last gives all of its pages back and waits again; it will recompute them, or find them in the prefix
+cache. Waiting requests may displace running ones of a strictly lower priority, and nobody overtakes a waiting request
+of its own or a higher priority. Priorities are strict: as long as requests of a higher priority keep the engine full,
+those of a lower one wait.
 
 There is no deadlock: every request fits into the pages that pins leave (the engine checks that), and the request that
 ranks first can take the pages of all others.
@@ -33,13 +34,15 @@ _rank = attrgetter("rank")
 class Chunk:
     """Part of a step: compute `count` tokens of `request` from position `start` on.
 
-    `samples` says that these reach the request's last token, so that the next one follows from their logits.
+    `samples` says that these reach the request's last token, so that the next one follows from their logits; `reply`,
+    that they go on with a reply.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    reply: bool = False
 
 
 class Scheduler:
@@ -94,11 +97,12 @@ class Scheduler:
             now: monotonic time, kept as the moment a request was first computed.
         """
         step = _Step(self._max_num_batched_tokens, self._pacer)
-        generating = [r for r in self.running if r.num_computed == len(r.tokens) - 1]
-        prefilling = [r for r in self.running if r.num_computed < len(r.tokens) - 1]
-        for request in generating:
-            if request not in step.preempted and self._grow(request, len(request.tokens), step):
-                step.generate(request)
+        generating = [r for r in self.running if r.is_replying]
+        prefilling = [r for r in self.running if not r.is_replying]
+        for behind, request in zip(range(len(generating) - 1, -1, -1), generating, strict=True):
+            count = step.room_for_reply(request, behind)
+            if request not in step.preempted and self._grow(request, request.num_computed + count, step):
+                step.generate(request, count)
         admitting = True
         while True:
             prefilling = [r for r in prefilling if r not in step.preempted]
@@ -226,10 +230,14 @@ class _Step:
             room = min(room, self._pacer.limit(self._replies, prompt.num_computed) - self._prompt_tokens)
         return max(room, 0)
 
-    def generate(self, request: Request) -> None:
-        """Compute the last token of a reply. All replies come before the first prompt."""
+    def room_for_reply(self, request: Request, behind: int) -> int:
+        """New tokens of this reply that may be computed, when `behind` others each need one."""
+        return min(self._budget - behind, len(request.tokens) - request.num_computed)
+
+    def generate(self, request: Request, count: int) -> None:
+        """Compute new tokens of a reply. All replies come before the first prompt."""
         self._replies += 1
-        self._compute(request, 1)
+        self._compute(request, count)
 
     def prefill(self, request: Request, count: int) -> None:
         """Compute the next tokens of a prompt; none is allowed too."""
@@ -238,8 +246,9 @@ class _Step:
             self._compute(request, count)
 
     def _compute(self, request: Request, count: int) -> None:
-        end = request.num_computed + count
-        self.chunks[request] = Chunk(request, request.num_computed, count, samples=end == len(request.tokens))
+        start = request.num_computed
+        samples = start + count == len(request.tokens)
+        self.chunks[request] = Chunk(request, start, count, samples, request.is_replying)
         self._budget -= count
 
     def cancel(self, request: Request) -> None:

@@ -14,13 +14,15 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from openk3.engine.request import SamplingParams
 from openk3.serve.errors import ApiError
 from openk3.serve.metrics import Metrics
 from openk3.serve.openai_types import SamplingBody
 
 if TYPE_CHECKING:
+    from openk3.chat.turn import Turn
     from openk3.engine.handle import Handle
-    from openk3.engine.request import Delta, TokenLogprob
+    from openk3.engine.request import Delta, FinishReason, TokenLogprob
     from openk3.llm import LLM
 
 
@@ -30,7 +32,7 @@ class Choice:
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
     last_token_at: float | None = None
@@ -48,10 +50,17 @@ class Generation:
             choice i has ``seed + i``, without a seed all are random.
         metrics: where latencies are counted.
         arrived_at: when the request arrived, by `time.perf_counter`.
+        turn: what a chat asks of its replies besides the body's sampling parameters.
     """
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[list[int]], body: SamplingBody, metrics: Metrics, arrived_at: float
+        self,
+        llm: LLM,
+        prompts: Sequence[list[int]],
+        body: SamplingBody,
+        metrics: Metrics,
+        arrived_at: float,
+        turn: Turn | None = None,
     ) -> None:
         self.tokenizer = llm.tokenizer
         self.prompts = prompts
@@ -63,6 +72,7 @@ class Generation:
         self._priority = body.priority or 0
         self._metrics = metrics
         self._arrived_at = arrived_at
+        self._turn = turn
         self._handles: list[Handle] = []
         self._followers: list[asyncio.Task[None]] = []
         self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
@@ -129,7 +139,10 @@ class Generation:
         prompt, number = divmod(index, self._per_prompt)
         seed = None if self._seed is None else self._seed + number
         try:
-            handle = self._llm.submit(self.prompts[prompt], priority=self._priority, **self._sampling, seed=seed)
+            params = SamplingParams(**self._sampling, seed=seed)
+            if self._turn is not None:
+                params = self._turn.sampling(params)
+            handle = self._llm.loop.submit(self.prompts[prompt], params, priority=self._priority)
         except ValueError as error:  # what only the engine can tell, such as a bias for a token beyond the vocabulary
             field = re.match(r"\w+", str(error))
             param = field.group() if field and field.group() in SamplingBody.model_fields else None

@@ -13,12 +13,13 @@ larger number go first and may displace those with a smaller one, as in SGLang; 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from openk3.chat.messages import Message, validate_messages
+from openk3.chat.messages import Message, validate_messages, validate_tools
+from openk3.engine.grammar.spec import Grammar
 from openk3.serve.errors import shown
 
 MAX_STOPS = 16
@@ -88,6 +89,14 @@ def _messages(value: object) -> list[Message]:
         prepared = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
     try:
         return validate_messages(prepared)
+    except ValueError as error:
+        path, _, reason = str(error).partition(": ")
+        raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
+
+
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    try:
+        return validate_tools(value)
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -212,6 +221,46 @@ class SamplingBody(_Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class JsonSchemaFormat(_Body):
+    """A named schema. It is always kept to the letter, `strict` or not."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The form that replies are to have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> Self:
+        where = "response_format.json_schema"
+        if self.type == "json_schema" and self.json_schema is None:
+            raise wrong(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise wrong(
+                f"The '{where}' parameter is only allowed when 'response_format.type' is 'json_schema'.",
+                param=where,
+                code="invalid_parameter_combination",
+            )
+        return self
+
+    def grammar(self) -> Grammar | None:
+        """What keeps replies to this form; None for plain text. Without a schema, any JSON object will do.
+
+        Raises:
+            ValueError: a schema that is too large, or holds numbers that JSON does not have.
+        """
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema else None
+        return Grammar.json_object() if schema is None else Grammar.json_schema(schema)
+
+
 class ChatRequest(SamplingBody):
     """The body of POST /v1/chat/completions."""
 
@@ -220,9 +269,12 @@ class ChatRequest(SamplingBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Annotated[list[Any] | None, PlainValidator(_tools)] = None
+    tool_choice: Any = None  # checked with the tools, which the messages may hold
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     metadata: Harmless = None
-    parallel_tool_calls: Harmless = None
     prediction: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_options: Harmless = None
@@ -237,9 +289,6 @@ class ChatRequest(SamplingBody):
     modalities: Annotated[None, unsupported(["text"])] = None
     moderation: Annotated[None, unsupported()] = None
     reasoning_effort: Annotated[None, unsupported("none")] = None
-    response_format: Annotated[None, unsupported({"type": "text"})] = None
-    tool_choice: Annotated[None, unsupported("none", "auto")] = None
-    tools: Annotated[None, unsupported([])] = None
     verbosity: Annotated[None, unsupported("medium")] = None
     web_search_options: Annotated[None, unsupported()] = None
 
@@ -265,6 +314,8 @@ class ChatRequest(SamplingBody):
             given["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
+            given["grammar"] = grammar
         return given
 
 

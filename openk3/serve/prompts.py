@@ -8,25 +8,28 @@ length. So a text is refused unread when it has more characters than the context
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from openk3.chat.messages import Message
 from openk3.serve.errors import ApiError
 
 if TYPE_CHECKING:
     from openk3.chat.tokenizer import Tokenizer
+    from openk3.chat.turn import Turn
     from openk3.llm import LLM
+    from openk3.serve.openai_types import ChatRequest, ResponseFormat
 
 
-async def chat_prompt(llm: LLM, messages: Sequence[Message]) -> list[int]:
-    """Return the token ids of a chat, up to where the assistant's reply begins.
+async def chat_turn(llm: LLM, body: ChatRequest) -> Turn:
+    """Return the turn that a request asks for: the tokens up to where the reply begins, and how that is read.
 
     Raises:
-        ApiError: 400, the chat is too long, or the model's template refuses it or is missing.
+        ApiError: 400, the chat is too long, calls and results or tools and tool choice do not fit each other, or
+            the model's template refuses it or is missing, or a response_format cannot be kept.
     """
-    return await asyncio.to_thread(_read_chat, llm, messages)
+    return await asyncio.to_thread(_read_chat, llm, body)
 
 
 async def text_prompts(llm: LLM, prompts: Sequence[str | list[int]]) -> list[list[int]]:
@@ -39,13 +42,37 @@ async def text_prompts(llm: LLM, prompts: Sequence[str | list[int]]) -> list[lis
     return await asyncio.to_thread(lambda: [_read_text(llm, *pair) for pair in zip(prompts, names, strict=True)])
 
 
-def _read_chat(llm: LLM, messages: Sequence[Message]) -> list[int]:
-    _refuse_unread(llm, sum(map(_characters, messages)), "messages")
+def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
+    from openk3.chat.turn import prepare_turn
+
+    _refuse_unread(llm, _characters([*body.messages, *(body.tools or ())]), "messages")
     try:
-        ids = llm.tokenizer.encode_chat(messages)
+        turn = prepare_turn(
+            llm.tokenizer, body.messages, body.tools, body.tool_choice or "auto", body.parallel_tool_calls is not False
+        )
     except ValueError as error:
-        raise ApiError(400, f"Invalid 'messages': {error}.", param="messages", code="invalid_value") from None
-    return _checked(llm, ids, "messages")
+        path, _, reason = str(error).partition(": ")
+        if not re.match(r"(messages|tools|tool_choice)\b", path):
+            path, reason = "messages", str(error)
+        raise ApiError(400, f"Invalid '{path}': {reason}.", param=path, code="invalid_value") from None
+    _checked(llm, turn.prompt_ids, "messages")
+    if body.response_format is not None:
+        _compile(llm, body.response_format)
+    return turn
+
+
+def _compile(llm: LLM, form: ResponseFormat) -> None:
+    """Compile a response_format, which may take a while.
+
+    Raises:
+        ApiError: 400, it cannot be kept.
+    """
+    try:
+        if (grammar := form.grammar()) is not None:
+            llm.loop.engine.check_grammar(grammar)
+    except ValueError as error:
+        param = "response_format.json_schema.schema" if form.type == "json_schema" else "response_format"
+        raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="invalid_value") from None
 
 
 def _read_text(llm: LLM, prompt: str | list[int], param: str) -> list[int]:
@@ -84,10 +111,13 @@ def longest_token(tokenizer: Tokenizer) -> int:
     return max(16, max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True))))
 
 
-def _characters(message: Message) -> int:
-    content = message.get("content", "")
-    assert isinstance(content, str), "validate_messages joins the parts"
-    return len(content)
+def _characters(value: object) -> int:
+    """How much text a JSON value holds, keys not counted."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _too_long(llm: LLM, tokens: str, param: str) -> ApiError:
