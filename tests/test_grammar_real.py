@@ -105,12 +105,14 @@ def check_call(llm: LLM, temperature: float) -> list[int]:
         max_tokens=100,
     )
     steps = llm.stats().steps - before
-    assert reply.finish_reason == "stop"
-    body = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", reply.text)
-    assert body is not None
-    call = json.loads(body[1])
-    check(TOOLS[call["name"]], json.dumps(call["arguments"]))
-    assert body[1] == json.dumps(call, ensure_ascii=False)  # written as templates write it
+    assert reply.finish_reason == "tool_calls"
+    assert reply.text == ""
+    (made,) = reply.tool_calls
+    check(TOOLS[made.name], made.arguments)
+    written = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", llm.tokenizer.decode(reply.token_ids))
+    assert written is not None
+    call = {"name": made.name, "arguments": made.parsed}
+    assert written[1] == json.dumps(call, ensure_ascii=False)  # written as templates write it
     assert steps < len(reply.token_ids) * 2 / 3
     return list(reply.token_ids)
 
