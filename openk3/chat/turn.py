@@ -188,7 +188,9 @@ def _reply_form(
     """What the whole reply is kept to; None where `answer` is all that is asked for, if that."""
     calls = None
     if tools:
-        plain = marks.plain_calls and not prompt.continued
+        # Small models often know how to end a list of calls only in JSON, or in a fence of Markdown; one call the
+        # grammar ends for them, and all but the values are forced if it has the dialect's own form.
+        plain = marks.plain_calls and not prompt.continued and not (required and not parallel)
         if not (marks.calls.mark or required or plain):
             return None
         try:

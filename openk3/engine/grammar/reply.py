@@ -99,8 +99,8 @@ class ReplyForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer may begin with a call without marks."""
-        return self.calls is not None and self.calls.plain and not self.calls.required and self.answer is None
+        """Whether a reply may begin with a call without marks."""
+        return self.calls is not None and self.calls.plain and (self.calls.required or self.answer is None)
 
     @property
     def plain_heads(self) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
@@ -158,7 +158,7 @@ class ReplyForm:
         """What comes after reasoning."""
         calls, marked = self.calls, self.calls.form.mark if self.calls is not None else ""
         if calls is not None and calls.required:
-            return ["rest: calls"]
+            return ["rest: " + " | ".join(["calls"] * (bool(marked) or not self.is_plain) + ["plain"] * self.is_plain)]
         if self.answer is not None:
             return ["rest: @answer" + (" | calls" if calls is not None else "")]
         ways, rules = (
@@ -233,7 +233,7 @@ def _plain_head(names: Iterable[str], before: str = rf"{_SPACE}(\[{_SPACE})?") -
 
 
 def _fenced_head(names: Iterable[str]) -> str:
-    return _plain_head(names, rf"{_SPACE}```[a-z]{{0,10}}{_WHITE}{{1,4}}(\[{_SPACE})?")
+    return _plain_head(names, rf"{_SPACE}```[a-z]{{0,10}}\n{_SPACE}(\[{_SPACE})?")
 
 
 def _next_head(names: Iterable[str]) -> str:
