@@ -73,6 +73,7 @@ class GrammarCompiler:
         # Guarded by the lock:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._unkept: OrderedDict[Grammar, str] = OrderedDict()  # of those that had to be made lenient, why
 
     def compile(self, grammar: Grammar) -> Compiled:
         """`grammar`, compiled now or remembered. The first of all reads the vocabulary, which takes about a second.
@@ -104,16 +105,25 @@ class GrammarCompiler:
         Raises:
             ValueError: as `compile`, where leaving out keywords does not help.
         """
+        lenient = replace(grammar, lenient=True)
+        with self._lock:
+            unkept = self._unkept.get(grammar)
         try:
-            self.compile(grammar)
-            return grammar, ""
+            if unkept is None:
+                self.compile(grammar)
+                return grammar, ""
+            self.compile(lenient)
         except ValueError as error:
-            lenient = replace(grammar, lenient=True)
             try:
                 self.compile(lenient)
             except ValueError:
                 raise error from None
-            return lenient, str(error)
+            unkept = str(error)
+            with self._lock:
+                self._unkept[grammar] = unkept
+                if len(self._unkept) > _REMEMBERED:
+                    self._unkept.popitem(last=False)
+        return lenient, unkept
 
     def matcher(self, grammar: Grammar, *, ignore_eos: bool = False) -> Matcher:
         """A matcher at the beginning of a reply.
