@@ -364,3 +364,17 @@ def test_the_answer_after_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None
     reply = llm.chat([USER, begun], tools=TOOLS)
     assert (reply.text, reply.finish_reason) == ("sunny.", "stop")
     assert reply.usage.prompt_tokens == len(turn("qwen", messages=[USER, begun]).prompt_ids)
+
+
+def test_as_many_tools_as_there_may_be() -> None:
+    """With more text around them than a grammar may have."""
+    words = {"description": "word " * 400, "title": "Title", "examples": ["x"] * 50}
+    tools = []
+    for i in range(128):
+        named = {f"{name}_{i}": {"type": "string", **words} for name in ("city", "title", "description")}
+        tools.append(tool(f"function_number_{i}", **named, kind={"enum": ["a", "b", "c"]}))
+    for choice in ("auto", "required"):
+        asked = turn("qwen", tools=tools, tool_choice=choice)
+        begun = ("<tool_call>", '\n{"name": "function_number_99", "arguments": {"')
+        assert not follow("qwen", asked, *begun, 'title_99": "').accepting
+        assert refuses("qwen", asked, *begun, "title_98")

@@ -20,6 +20,7 @@ from openk3.chat.parser import ReplyParser
 from openk3.chat.reply import Reply
 from openk3.chat.tokenizer import Tokenizer
 from openk3.engine.grammar.reply import Reasoning, ReplyForm
+from openk3.engine.grammar.schema import without_annotations
 from openk3.engine.grammar.spec import Grammar
 from openk3.engine.grammar.tools import ToolCalls
 from openk3.engine.request import SamplingParams
@@ -164,7 +165,9 @@ def prepare_turn(
     named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
     single = named or not parallel_tool_calls
     schemas = {
-        tool["function"]["name"]: _NOTHING if (given := tool["function"].get("parameters")) is None else given
+        tool["function"]["name"]: without_annotations(
+            _NOTHING if (p := tool["function"].get("parameters")) is None else p
+        )
         for tool in offered
         if tool["function"]["name"] in allowed
     }
