@@ -1,12 +1,13 @@
-"""Thirty small jobs that take several calls each: does the model get them done, and how often does it try again?
+"""Thirty small jobs of several steps each: does the model get them done, and how often does it try again?
 
     python bench/agent_tasks.py --model qwen2.5-coder-0.5b
 
-Ten with a calculator, ten in a folder of files, ten in a shop whose orders are in SQLite. Each job has a check of its
-own: the answer holds what was asked for, or the shop's tables are as they should be. `completed` counts those, and
-`retries` the calls of a tool whose last call had failed. All greedily, through `openk3.agents`.
-
-Accuracy is no matter of time: the machine need not be idle.
+Ten with a calculator, ten in a folder of files, ten in a shop whose orders are in SQLite. A job is a script: its user
+says one step after the other, each of which takes a call of a tool at least (`tool_choice` "required"), and then asks
+for the answer in a sentence. Of each is told whether it was `completed`: the answer holds what was asked for, or the
+shop's tables are as they should be; whether what was asked for was `found`, in the results of the tools; how many calls
+there were, how many came to an error, and how many were `retries`, calls of a tool whose last call had failed.
+All greedily, through `openk3.agents`. Accuracy is no matter of time: the machine need not be idle.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from openk3 import agents
 from openk3.engine import EngineConfig
 from openk3.llm import LLM, load
 
-SYSTEM = "Use the tools to do what the user asks, one step at a time. When it is done, answer in one short sentence."
+SYSTEM = "You are an assistant with tools. Call them to do what the user asks."
+LAST = "So what is the answer? Say it in one short sentence."
 
 FILES = {
     "notes/meeting-monday.txt": "Monday meeting. Anna leads the Falcon project. Next review: 14 March. Room B12.",
@@ -136,74 +138,82 @@ class Task:
     """A job.
 
     Attributes:
+        steps: what the user says, one after the other.
         says: numbers and words that the answer has to hold.
         orders, cancelled: what has to be in the shop afterwards, and nothing else.
     """
 
     kind: str
-    ask: str
+    steps: tuple[str, ...]
     says: tuple[str, ...] = ()
     orders: frozenset[tuple[int, int, int]] = frozenset()
     cancelled: frozenset[int] = frozenset()
 
 
-def _tasks() -> list[Task]:
-    sums = [
-        ("Multiply 17 by 23, then add 119 to the result.", "510"),
-        ("What is 12.5 % of 864? Then subtract 8 from that.", "100"),
-        ("Compute 2**15, then divide it by 64.", "512"),
-        ("A rectangle is 37 by 48. Compute its area, then a third of the area.", "592"),
-        ("Add 1234 and 4321, then multiply the sum by 3.", "16665"),
-        ("Compute the square root of 7225, then multiply it by 11.", "935"),
-        ("7 boxes hold 144 pens each, and 59 pens are sold. How many are left?", "949"),
-        ("Convert 5 hours and 20 minutes to minutes, then to seconds.", "19200"),
-        ("A price of 250 is raised by 20 %, and then lowered by 10 %. What is it now?", "270"),
-        ("Compute 99 * 99, and then subtract 98 * 100 from it.", "1"),
-    ]
-    finds = [
-        ("Which room is the meeting of the Falcon project in?", "B12"),
-        ("What is the phone number of the person who leads the Heron project?", "5572"),
-        ("How much rent is paid for the Oslo office?", "4200"),
-        ("Who is the landlord of the Porto office?", "Ribeira"),
-        ("What does the Falcon budget say for travel?", "3500"),
-        ("What must be done if the printer shows error E42?", "toner"),
-        ("For how many seconds must the button of the router be held?", "12"),
-        ("When is the next review of the Heron project?", "2 April"),
-        ("What does Anna like to drink? Look in the folder people.", "tea"),
-        ("In which year does the lease of the Oslo office end?", "2027"),
-    ]
-    shop = [
-        ("Order 2 red mugs for Anna.", {"orders": {(1, 1, 2)}}),
-        ("Order 1 coffee grinder for Chen.", {"orders": {(3, 4, 1)}}),
-        ("Order 12 spoons for Bruno.", {"orders": {(2, 5, 12)}}),
-        ("Order 3 tea pots for Chen.", {"orders": {(3, 3, 3)}}),
-        ("Cancel the open order of Anna.", {"cancelled": {1}}),
-        ("Cancel Bruno's order of 4 red mugs.", {"cancelled": {2}}),
-        ("Which city does Chen live in?", {"says": ("Xiamen",)}),
-        ("What does a tea pot cost?", {"says": ("24",)}),
-        ("How many orders does Bruno have?", {"says": ("2|two",)}),
-        ("Is the blue mug in stock? If not, order 1 red mug for Bruno instead.", {"orders": {(2, 1, 1)}}),
-    ]
-    return [
-        *(Task("calculator", ask, (answer,)) for ask, answer in sums),
-        *(Task("files", ask, (answer,)) for ask, answer in finds),
-        *(
-            Task(
-                "shop",
-                ask,
-                given.get("says", ()),
-                frozenset(given.get("orders", ())),
-                frozenset(given.get("cancelled", ())),
-            )
-            for ask, given in shop
+def _sums(*tasks: tuple[str, str, str]) -> list[Task]:
+    return [Task("calculator", (first, then), (answer,)) for first, then, answer in tasks]
+
+
+def _finds(*tasks: tuple[str, str, str]) -> list[Task]:
+    return [Task("files", (first, then), (answer,)) for first, then, answer in tasks]
+
+
+def _orders(*tasks: tuple[tuple[str, ...], tuple[int, int, int]]) -> list[Task]:
+    return [Task("shop", steps, orders=frozenset({order})) for steps, order in tasks]
+
+
+def _cancels(*tasks: tuple[tuple[str, ...], int]) -> list[Task]:
+    return [Task("shop", steps, cancelled=frozenset({order})) for steps, order in tasks]
+
+
+TASKS = [
+    *_sums(
+        ("Multiply 17 by 23.", "Add 119 to that.", "510"),
+        ("How much is 12.5 percent of 864?", "Subtract 8 from that.", "100"),
+        ("Compute 2 to the power of 15.", "Divide that by 64.", "512"),
+        ("A rectangle is 37 by 48. What is its area?", "How much is a third of that?", "592"),
+        ("Add 1234 and 4321.", "Multiply the sum by 3.", "16665"),
+        ("Compute the square root of 7225.", "Multiply that by 11.", "935"),
+        ("7 boxes hold 144 pens each. How many pens are that?", "59 of them are sold. How many are left?", "949"),
+        ("How many minutes are 5 hours and 20 minutes?", "How many seconds are that?", "19200"),
+        ("A price of 250 is raised by 20 percent. What is it now?", "It is lowered by 10 percent. And now?", "270"),
+        ("Compute 99 * 99.", "Subtract 98 * 100 from that.", "1"),
+    ),
+    *_finds(
+        ("Which files hold the word Falcon?", "Read the notes of the meeting. Which room is it in?", "B12"),
+        ("Which files hold the word Heron?", "Read the notes of the meeting. Who leads the project?", "Bruno"),
+        ("List the files in the folder contracts.", "Read the lease of Oslo. How much is the rent?", "4200"),
+        ("List the files in the folder contracts.", "Read the lease of Porto. Who is the landlord?", "Ribeira"),
+        ("List the files in the folder budget.", "Read the budget of Falcon. How much is for travel?", "3500"),
+        ("Search the files for E42.", "Read that file. What must be done for E42?", "toner"),
+        ("Search the files for router.", "Read that file. How long must the button be held?", "12"),
+        ("Search the files for Heron.", "Read the notes of the meeting. When is the next review?", "2 April"),
+        ("List the files in the folder people.", "Read the file about Anna. What does she like to drink?", "tea"),
+        ("Search the files for Oslo.", "Read the lease. In which year does it end?", "2027"),
+    ),
+    *_orders(
+        (("Find the customer Anna.", "Find the product red mug.", "Place an order for Anna: 2 red mugs."), (1, 1, 2)),
+        (
+            ("Find the customer Chen.", "Find the coffee grinder.", "Place an order for Chen: 1 coffee grinder."),
+            (3, 4, 1),
         ),
-    ]
+        (("Find the customer Bruno.", "Find the product spoon.", "Place an order for Bruno: 12 spoons."), (2, 5, 12)),
+        (("Find the tea pot.", "Find the customer Chen.", "Place an order for Chen: 3 tea pots."), (3, 3, 3)),
+        (("Find the product mug.", "Find the customer Bruno.", "Order 1 of the red mugs for Bruno."), (2, 1, 1)),
+        (("Find the customer Chen.", "Find the product spoon.", "Place an order for Chen: 6 spoons."), (3, 5, 6)),
+    ),
+    *_cancels(
+        (("Find the customer Anna.", "List the orders of Anna.", "Cancel the open order."), 1),
+        (("Find the customer Bruno.", "List the orders of Bruno.", "Cancel the order that is open."), 2),
+    ),
+    Task("shop", ("Find the customer Chen.",), ("Xiamen",)),
+    Task("shop", ("Find the product tea pot.",), ("24",)),
+]
 
 
-def is_done(task: Task, answer: str, shop: Shop) -> bool:
-    text = answer.replace(",", "")
-    said = all(re.search(rf"(?<![\w.])({words})(?!\w|\.\d)", text, re.IGNORECASE) for words in task.says)
-    return said and shop.orders() == task.orders and shop.cancelled() == task.cancelled
+def holds(text: str, words: Sequence[str]) -> bool:
+    text = text.replace(",", "")
+    return all(re.search(rf"(?<![\w.])({re.escape(word)})(?!\w|\.\d)", text, re.IGNORECASE) for word in words)
 
 
 def do(llm: LLM, task: Task, rounds: int) -> dict[str, Any]:
@@ -213,19 +223,27 @@ def do(llm: LLM, task: Task, rounds: int) -> dict[str, Any]:
         "files": [list_files, search_files, read_file],
         "shop": shop.tools,
     }
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.ask}]
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 300, "max_rounds": rounds}
-    *_, end = agents.run(llm, messages, tools=tools[task.kind], **options)
-    assert isinstance(end, agents.Finished)
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    options: dict[str, Any] = {"tools": tools[task.kind], "temperature": 0, "max_tokens": 300, "max_rounds": rounds}
+    ends = []
+    for choice, said in [*(("required", step) for step in task.steps), ("none", LAST)]:
+        messages.append({"role": "user", "content": said})
+        *_, end = agents.run(llm, messages, tool_choice=choice, **options)
+        assert isinstance(end, agents.Finished)
+        messages += end.messages
+        ends.append(end)
+    calls = [done for end in ends for done in end.calls]
+    as_it_should_be = shop.orders() == task.orders and shop.cancelled() == task.cancelled
     return {
-        "task": task.ask,
+        "task": " ".join(task.steps),
         "kind": task.kind,
-        "completed": is_done(task, end.text, shop),
-        "rounds": end.rounds,
-        "calls": [f"{done.call.name}({done.call.arguments})" for done in end.calls],
-        "failures": end.failures,
-        "retries": end.retries,
-        "answer": end.text,
+        "completed": as_it_should_be and holds(ends[-1].text, task.says),
+        "found": as_it_should_be and holds("\n".join(done.result.text for done in calls), task.says),
+        "rounds": sum(end.rounds for end in ends),
+        "calls": [f"{done.call.name}({done.call.arguments})" for done in calls],
+        "failures": sum(end.failures for end in ends),
+        "retries": sum(end.retries for end in ends),
+        "answer": ends[-1].text,
     }
 
 
@@ -233,16 +251,16 @@ def benchmark(options: argparse.Namespace) -> None:
     result = result_head("agent_tasks", options.model, 0.0) | {"weights": options.weights}
     found = []
     with load(options.model, engine=EngineConfig(weights=options.weights), progress=False) as llm:
-        for task in _tasks():
+        for task in TASKS:
             found.append(one := do(llm, task, options.most_rounds))
-            mark = "done" if one["completed"] else "not done"
+            mark = "completed" if one["completed"] else "found" if one["found"] else "-"
             print(f"{one['kind']:<11} {mark:<9} {len(one['calls'])} calls, {one['failures']} failed: {one['task']}")
             print(f"{'':<12}{'; '.join(one['calls'])} -> {one['answer'][:120]!r}", flush=True)
-    for kind in dict.fromkeys(one["kind"] for one in found):
-        some = [one for one in found if one["kind"] == kind]
-        calls = sum(len(one["calls"]) for one in some)
+    for kind in (*dict.fromkeys(one["kind"] for one in found), ""):
+        some = [one for one in found if kind in ("", one["kind"])]
         print(
-            f"{kind}: {sum(one['completed'] for one in some)} of {len(some)} completed, {calls} calls, "
+            f"{kind or 'all'}: {sum(one['completed'] for one in some)} of {len(some)} completed, "
+            f"{sum(one['found'] for one in some)} found, {sum(len(one['calls']) for one in some)} calls, "
             f"{sum(one['failures'] for one in some)} failed, {sum(one['retries'] for one in some)} retries"
         )
     print(f"written to {keep(result | {'tasks': found}, options.out)}")
@@ -251,7 +269,7 @@ def benchmark(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--most-rounds", type=positive, default=8)
+    parser.add_argument("--most-rounds", type=positive, default=4, help="for one step")
     run(parser, benchmark)
 
 
