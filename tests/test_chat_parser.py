@@ -83,8 +83,9 @@ def test_whatever_is_written_is_read_in_any_pieces(dialect: str, data: st.DataOb
     answer, made = data.draw(answers), data.draw(calls_made)
     ids = ids_of(dialect, *reply_parts(dialect, reasoning, answer, made))
     reply = read(parser(dialect), ids)
-    assert (reply.content, reply.reasoning, calls(reply)) == (answer, reasoning, made)
-    assert len({call.id for call in reply.calls}) == len(made)
+    new = next((i for i, call in enumerate(made) if call in made[:i]), len(made))
+    assert (reply.content, reply.reasoning, calls(reply)) == (answer, reasoning, made[:new])
+    assert len({call.id for call in reply.calls}) == new
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=12))
     for places in (cuts, range(1, len(ids))):
         assert read(parser(dialect), ids, places) == reply
@@ -256,6 +257,17 @@ def test_a_reply_that_was_cut_in_a_call() -> None:
     assert calls(whole("native", "<|call|>", "search")) == [("search", "{}")]
 
 
+@pytest.mark.parametrize("valid", [False, True])
+def test_the_same_call_again_ends_what_is_read(valid: bool) -> None:
+    def call(query: str) -> tuple[str, ...]:
+        return ("<tool_call>", f'{{"name": "search", "arguments": {{"q": "{query}"}}}}', "</tool_call>", "\n")
+
+    reply = whole("qwen", *call("a"), *call("ab"), *call("a"), *call("c"), "So.", valid=valid)
+    assert (reply.content, calls(reply)) == ("", [("search", '{"q": "a"}'), ("search", '{"q": "ab"}')])
+    cut = whole("qwen", *call("ab"), *call("a")[:1], '{"name": "search", "arguments": {"q": "a', cut=True, valid=valid)
+    assert calls(cut) == [("search", '{"q": "ab"}'), ("search", '{"q": "a')]
+
+
 def test_only_so_many_calls() -> None:
     text = '{"name": "search"}'
     reply = whole(
@@ -284,7 +296,7 @@ def test_valid_calls_are_handed_on_as_they_are_written() -> None:
 def test_ids_are_new_in_the_conversation() -> None:
     drawn = iter(["a", "b", "a", "b", "c"])
     text = '{"name": "search"}'
-    reply = whole_once(parser("plain", new_id=lambda: next(drawn), used_ids={"a"}), f"{text}\n{text}")
+    reply = whole_once(parser("plain", new_id=lambda: next(drawn), used_ids={"a"}), f'{text}\n{{"name": "weather"}}')
     assert [call.id for call in reply.calls] == ["b", "c"]
 
 

@@ -161,7 +161,8 @@ def test_text_is_free_and_a_call_is_not(dialect: str) -> None:
     [
         ('{"name": "get_time", "arguments": {}}', ["get_time"]),
         ('```json\n{"name": "get_weather", "parameters": {\n  "city": "é"\n}}\n```\n', ["get_weather"]),
-        ('[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]', ["get_time"] * 2),
+        ('[{"name": "get_time", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "B"}}]',
+         ["get_time", "get_weather"]),
         ('```json\n[{"name": "get_time", "arguments": {}}\n]\n```', ["get_time"]),
         ('```json\n{"name": "get_time", "arguments": {}}\n{"name": "get_weather", "arguments": {"city": "A"}}\n```',
          ["get_time", "get_weather"]),
@@ -177,6 +178,7 @@ def test_calls_without_marks(text: str, names: list[str]) -> None:
 
 
 GET_TIME = '{"name": "get_time", "arguments": {}}'
+GET_OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ GET_TIME = '{"name": "get_time", "arguments": {}}'
     [
         (f'{GET_TIME}\n{{"response": "It is late."}}', '{"response": "It is late."}', 1),
         (f"```json\n{GET_TIME}\n```\n\nThat is it.", "That is it.", 1),
-        (f"```json\n{GET_TIME}\n{GET_TIME}\n```\nSo.", "So.", 2),
+        (f"```json\n{GET_TIME}\n{GET_OSLO}\n```\nSo.", "So.", 2),
         # Where the grammar leaves calls, so does the parser.
         (f"```\n{GET_TIME}\n```\n{GET_TIME}", GET_TIME, 1),
         (f"[{GET_TIME}] {GET_TIME}", GET_TIME, 1),
@@ -388,6 +390,23 @@ def test_the_answer_after_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None
     reply = llm.chat([USER, begun], tools=TOOLS)
     assert (reply.text, reply.finish_reason) == ("sunny.", "stop")
     assert reply.usage.prompt_tokens == len(turn("qwen", messages=[USER, begun]).prompt_ids)
+
+
+def test_a_reply_that_repeats_itself_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel calls of a small model may go round in circles until its tokens are used up."""
+    circle = [f"\n{GET_TIME}\n", f"\n{GET_OSLO}\n"] * 8
+    parts = [part for call in circle for part in ("<tool_call>", call, "</tool_call>", "\n")][:-1]
+    has_model_say(monkeypatch, "qwen", *parts)
+    for choice in ("auto", "required"):
+        asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
+        reply = chat_llm("qwen").chat([USER], **asked)
+        assert [call.name for call in reply.tool_calls] == ["get_time", "get_weather"]
+        assert reply.finish_reason == "tool_calls"
+        three = ids_of("qwen", *parts[:11])
+        assert reply.usage.completion_tokens <= len(three) + 16  # tokens that are forced come together
+        pieces = list(chat_llm("qwen").chat_stream([USER], **asked))
+        assert [part.name for piece in pieces for part in piece.tool_calls if part.id] == ["get_time", "get_weather"]
+        assert pieces[-1].finish_reason == "tool_calls"
 
 
 def test_as_many_tools_as_there_may_be() -> None:

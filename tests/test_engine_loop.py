@@ -440,3 +440,16 @@ def test_cancelling_between_two_tries(loop: EngineLoop) -> None:
     ready.set()
     assert handles[0].result(LIMIT_S).finish_reason in ("cancelled", "error")
     until(lambda: not loop.stats().running and not loop.stats().waiting)
+
+
+def test_a_reply_ends_where_its_watcher_says_so(loop: EngineLoop) -> None:
+    seen: list[Delta] = []
+    handle = loop.submit(PROMPT, LONG, until=lambda delta: seen.append(delta) or len(seen) == 5)
+    whole = handle.result(LIMIT_S)
+    assert (whole.finish_reason, whole.completion_tokens, len(whole.token_ids)) == ("stop", 5, 5)
+    assert [delta.token_ids for delta in handle] == [delta.token_ids for delta in seen]
+    failing = loop.submit(PROMPT, LONG, until=lambda delta: [][1])
+    assert failing.result(LIMIT_S).error == "IndexError: list index out of range"
+    both = loop.submit(PROMPT, LONG, until=lambda delta: True, accept=lambda whole: "" if whole.token_ids else "empty")
+    assert len(both.result(LIMIT_S).token_ids) == 1
+    until(lambda: not loop.stats().running)

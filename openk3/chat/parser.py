@@ -78,8 +78,12 @@ class ReplyParser:
         used_ids: ids of earlier calls in the conversation.
         new_id: draws an id for a call.
 
+    A call that is the same as an earlier one is left out, and so is what follows it: small models repeat themselves
+    without an end.
+
     Attributes:
         num_calls: how many calls are complete.
+        repeats: whether the reply has begun to repeat itself.
         reasoning_tokens: how many tokens of the reply were reasoning, the mark of its end included.
     """
 
@@ -100,6 +104,7 @@ class ReplyParser:
         new_id: Callable[[], str] = random_call_id,
     ) -> None:
         self.num_calls = 0
+        self.repeats = False
         self.reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._marks = marks
@@ -127,6 +132,7 @@ class ReplyParser:
         self._fresh = fresh  # nothing of the answer was seen yet, or nothing since the last call
         self._lead: Lead | None = None  # what stood before the object that may be a call; None if it was a mark
         self._draft: CallObject | NamedCall | None = None
+        self._made: list[tuple[str, str]] = []
         self._num_begun = 0
         self._sent: int | None = None  # characters of the draft's arguments that were handed on
         self._content: list[str] = []
@@ -287,8 +293,11 @@ class ReplyParser:
 
     def _announce(self, draft: CallObject | NamedCall) -> None:
         """Hand on what is written of a call that is valid by construction."""
-        if self._valid and draft.name in self._tools and draft.arguments_so_far and self._is_kept(draft):
-            self._hand_on(draft.name, draft.arguments_so_far)
+        name, arguments = draft.name, draft.arguments_so_far
+        if not self._valid or name not in self._tools or not arguments or not self._is_kept(draft):
+            return
+        if not any(name == made and written.startswith(arguments) for made, written in self._made):
+            self._hand_on(name, arguments)
 
     def _is_kept(self, draft: CallObject | NamedCall) -> bool:
         """Whether a grammar has kept the draft to a call, if there is one."""
@@ -303,8 +312,11 @@ class ReplyParser:
         assert draft is not None
         bare_name = isinstance(draft, NamedCall) and not draft.arguments_so_far.strip()
         call = None if (cut and bare_name) or not self._is_kept(draft) else draft.call(self._tools)
-        if call is not None:
+        if call is not None and call in self._made:
+            self.repeats = self._ended = True
+        elif call is not None:
             self._hand_on(*call)
+            self._made.append(call)
             self.num_calls += 1
             self._sent, self._spaces, self._fresh, self._trim = None, "", True, True
             self._ended = self.num_calls == self._max_calls

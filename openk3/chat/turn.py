@@ -7,7 +7,7 @@ alike: the prompt, and a grammar for the whole reply, from its reasoning over it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -77,7 +77,8 @@ class Turn:
         """
         grammar, unkept = self._kept(loop.engine)
         accept = (lambda whole: self._problem(whole, params, unkept)) if unkept else None
-        return loop.submit(self.prompt_ids, replace(params, grammar=grammar), accept=accept, **options)
+        params = replace(params, grammar=grammar)
+        return loop.submit(self.prompt_ids, params, accept=accept, until=self._repeats(params), **options)
 
     def parser(self, stop: Sequence[str] = ()) -> ReplyParser:
         """A reader for one reply to this turn. `stop`: as the engine is told."""
@@ -96,6 +97,18 @@ class Turn:
             about = "tools" if self._calls is not None and " tool " in str(error) else "grammar"
             raise ValueError(f"{about}: {error}") from None
         return grammar, unkept
+
+    def _repeats(self, params: SamplingParams) -> Callable[[Delta], bool] | None:
+        """What says of each piece of a reply whether it repeats a call; None if there can be only one."""
+        if self._calls is None or not self._calls.parallel:
+            return None
+        parser = self.parser(params.stop)
+
+        def repeats(delta: Delta) -> bool:
+            parser.read(delta)
+            return parser.repeats
+
+        return repeats
 
     @cached_property
     def _checks(self) -> dict[str | None, Any]:

@@ -69,6 +69,7 @@ class EngineLoop:
         # Belongs to the thread: the handles of those requests that have left the inbox.
         self._started: dict[str, Handle] = {}
         self._trials: dict[str, _Trial] = {}
+        self._until: dict[str, Callable[[Delta], bool]] = {}
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="openk3-engine", daemon=True)
         self._thread.start()
@@ -82,6 +83,7 @@ class EngineLoop:
         priority: int = 0,
         request_id: str | None = None,
         accept: Callable[[Delta], str] | None = None,
+        until: Callable[[Delta], bool] | None = None,
     ) -> Handle:
         """Start a request.
 
@@ -93,13 +95,14 @@ class EngineLoop:
             accept: says what is wrong with a reply that has ended by itself; nothing if it is right. The reply then
                 comes as one delta. Of one that is wrong no client hears: others are drawn, and if the fourth is wrong
                 too, that is an error. It runs in the engine's thread.
+            until: sees every piece of the reply, and says whether the reply is to end with it ("stop"). Likewise.
 
         Raises:
             ValueError: the prompt is empty, too long or outside the vocabulary, or the id is in use.
             RuntimeError: the engine is closed, or in another process since a fork.
         """
         request = self.engine.make_request(prompt_ids, params, priority=priority, request_id=request_id)
-        return self._submit(request, None if accept is None else _Trial(request, accept))
+        return self._submit(request, None if accept is None else _Trial(request, accept), until)
 
     def pin(self, prompt_ids: Sequence[int], ttl_s: float) -> PinnedPrefix:
         """Compute a prefix and keep it in the cache for `ttl_s` seconds. Waits until it is computed.
@@ -153,7 +156,9 @@ class EngineLoop:
     ) -> None:
         self.close()
 
-    def _submit(self, request: Request, trial: _Trial | None = None) -> Handle:
+    def _submit(
+        self, request: Request, trial: _Trial | None = None, until: Callable[[Delta], bool] | None = None
+    ) -> Handle:
         if os.getpid() != self._pid:  # threads do not survive a fork: nobody would ever answer
             raise RuntimeError("the engine stayed in the process that was forked: load the model in this one")
         handle = Handle(request.request_id, lambda: self._cancel(request.request_id))
@@ -163,7 +168,7 @@ class EngineLoop:
             if request.request_id in self._handles:
                 raise ValueError(f"request_id {request.request_id!r} is in use by another request")
             self._handles[request.request_id] = handle
-            self._post(lambda: self._add(request, handle, trial))
+            self._post(lambda: self._add(request, handle, trial, until))
         return handle
 
     def _cancel(self, request_id: str) -> None:
@@ -214,8 +219,12 @@ class EngineLoop:
         with self._wake:
             return self._inbox.popleft() if self._inbox else None
 
-    def _add(self, request: Request, handle: Handle, trial: _Trial | None) -> None:
+    def _add(
+        self, request: Request, handle: Handle, trial: _Trial | None, until: Callable[[Delta], bool] | None
+    ) -> None:
         self._started[request.request_id] = handle
+        if until is not None:
+            self._until[request.request_id] = until
         if trial is not None:
             self._trials[request.request_id] = trial
         try:
@@ -228,16 +237,33 @@ class EngineLoop:
         self.engine.unpin(pin_id)
 
     def _deliver(self, *deltas: Delta | None) -> None:
+        shown = [self._tried(self._ended_in_time(delta)) for delta in deltas]
         self._stats = self.engine.stats()  # first, so that a client that sees a reply's end sees it here too
-        for delta in map(self._tried, deltas):
+        for delta in shown:
             if delta is None:
                 continue
             handle = self._started[delta.request_id]
             if delta.finish_reason is not None:
                 del self._started[delta.request_id]
+                self._until.pop(delta.request_id, None)
                 with self._wake:
                     del self._handles[delta.request_id]
             handle.push(delta)
+
+    def _ended_in_time(self, delta: Delta | None) -> Delta | None:
+        """A delta, and the end of the reply if its request's `until` says so."""
+        until = None if delta is None else self._until.get(delta.request_id)
+        if until is None or delta is None or delta.finish_reason is not None:
+            return delta
+        try:
+            if not until(delta):
+                return delta
+        except Exception as fault:
+            logger.exception("request %s failed", delta.request_id)
+            self.engine.cancel(delta.request_id)
+            return replace(delta, finish_reason="error", error=f"{type(fault).__name__}: {fault}")
+        end = self.engine.cancel(delta.request_id)
+        return delta if end is None else merge([delta, replace(end, finish_reason="stop")])
 
     def _tried(self, delta: Delta | None) -> Delta | None:
         """What a client is to see of a delta: all of it, unless its request has an `accept`."""
