@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
 from openk3.serve import chat, completions, errors, status
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
+from openk3.serve.anthropic import messages
 from openk3.serve.limits import BodyLimit, HostCheck
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
@@ -77,8 +79,10 @@ def create_app(
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    parts = (chat.router, completions.router, status.router)
-    for router in (*parts, status.fallback_router([route for part in parts for route in part.routes])):
+    parts = (chat.router, completions.router, messages.router, status.router)
+    routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
+    app.state.api_paths = list(dict.fromkeys(route.path_format for route in routes))
+    for router in (*parts, status.fallback_router(routes)):
         app.include_router(router)
     if web:
         from openk3.serve.web import mount
@@ -88,7 +92,7 @@ def create_app(
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(HostCheck, allowed_hosts=tuple(allowed_hosts))
-    app.add_middleware(Access, metrics=metrics)
+    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(app.state.api_paths))
     return app
 
 

@@ -13,9 +13,18 @@ larger number go first and may displace those with a smaller one, as in SGLang; 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from openk3.chat.messages import Message, validate_messages, validate_tools
@@ -27,6 +36,9 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 
 Harmless = Any
+
+# How hard the model is to think before it answers; "none": not at all.
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def wrong(message: str, *, param: str | None = None, code: str = "invalid_value") -> PydanticCustomError:
@@ -46,6 +58,20 @@ def unsupported(*neutral: object) -> BeforeValidator:
             )
 
     return BeforeValidator(check)
+
+
+def by(field: str) -> Discriminator:
+    """Tells the members of a union apart, which are annotated with ``Tag("<...>")``, by what their `field` holds.
+
+    `validation` knows the angle brackets for no part of a field's path.
+    """
+
+    def tag(value: object) -> str | None:
+        name = value.get(field) if isinstance(value, dict) else getattr(value, field, None)
+        return f"<{name}>" if isinstance(name, str) else None
+
+    tag.__name__ = field  # which is in the error
+    return Discriminator(tag)
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -155,16 +181,18 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and value != [] and all(type(i) is int and i >= 0 for i in value)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A JSON object of a request: no unknown fields, no types but the field's own."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     """What both endpoints have in common. None means "not given": the engine's default holds."""
 
     model: str
@@ -221,7 +249,7 @@ class SamplingBody(_Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(Body):
     """A named schema. It is always kept to the letter, `strict` or not."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -230,7 +258,7 @@ class JsonSchemaFormat(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form that replies are to have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -261,6 +289,12 @@ class ResponseFormat(_Body):
         return Grammar.json_object() if schema is None else Grammar.json_schema(schema)
 
 
+class Thinking(Body):
+    """Kimi's switch for reasoning before the answer."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatRequest(SamplingBody):
     """The body of POST /v1/chat/completions."""
 
@@ -273,6 +307,8 @@ class ChatRequest(SamplingBody):
     tool_choice: Any = None  # checked with the tools, which the messages may hold
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
 
     metadata: Harmless = None
     prediction: Harmless = None
@@ -288,7 +324,6 @@ class ChatRequest(SamplingBody):
     functions: Annotated[None, unsupported([])] = None
     modalities: Annotated[None, unsupported(["text"])] = None
     moderation: Annotated[None, unsupported()] = None
-    reasoning_effort: Annotated[None, unsupported("none")] = None
     verbosity: Annotated[None, unsupported("medium")] = None
     web_search_options: Annotated[None, unsupported()] = None
 
@@ -306,7 +341,23 @@ class ChatRequest(SamplingBody):
                 param="max_tokens",
                 code="invalid_parameter_combination",
             )
+        if self.thinking is not None and self.reasoning_effort is not None:
+            asked_off = self.thinking.type == "disabled"
+            if asked_off != (self.reasoning_effort == "none"):
+                raise wrong(
+                    f"'thinking' is {self.thinking.type}, but 'reasoning_effort' is '{self.reasoning_effort}'; give "
+                    "one of them.",
+                    param="thinking",
+                    code="invalid_parameter_combination",
+                )
         return self
+
+    @property
+    def effort(self) -> Effort | None:
+        """How hard to think, whichever of the two parameters said it; None: as the model's template has it."""
+        if self.reasoning_effort is None and self.thinking is not None:
+            return "none" if self.thinking.type == "disabled" else "medium"
+        return self.reasoning_effort
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 
-from openk3.serve.errors import unknown_route, wrong_method
+from openk3.serve.errors import is_anthropic, unknown_route, wrong_method
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
 
@@ -20,14 +21,17 @@ _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(request.app.state.slot)]}
+    slot: ModelSlot = request.app.state.slot
+    if is_anthropic(request.scope):
+        return {"data": [_anthropic_card(slot)], "has_more": False, "first_id": slot.name, "last_id": slot.name}
+    return {"object": "list", "data": [_card(slot)]}
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     slot: ModelSlot = request.app.state.slot
     slot.require(model)
-    return _card(slot)
+    return _anthropic_card(slot) if is_anthropic(request.scope) else _card(slot)
 
 
 @router.api_route("/health", methods=["GET", "HEAD"])
@@ -74,4 +78,17 @@ def _card(slot: ModelSlot) -> dict[str, Any]:
         "created": slot.created,
         "owned_by": "openk3",
         "max_model_len": llm.max_model_len,
+    }
+
+
+def _anthropic_card(slot: ModelSlot) -> dict[str, Any]:
+    llm = slot.require()
+    return {
+        "type": "model",
+        "id": slot.name,
+        "display_name": slot.name,
+        "created_at": datetime.fromtimestamp(slot.created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": llm.max_model_len,
+        "max_tokens": llm.max_model_len,
     }
