@@ -135,7 +135,6 @@ def test_bad_chat(change: dict[str, Any], param: str, code: str, message: str) -
         ("function_call", {"name": "f"}),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "high"),
         ("verbosity", "low"),
         ("web_search_options", {}),
         ("moderation", {"model": "x"}),
