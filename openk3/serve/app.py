@@ -28,6 +28,8 @@ from openk3.serve.anthropic import messages
 from openk3.serve.limits import BodyLimit, HostCheck
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
+from openk3.serve.responses import routes as responses
+from openk3.serve.responses.store import ResponseStore
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def create_app(
     model_name: str,
     web: bool = True,
     store_path: Path | None = None,
+    responses_path: Path | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     allowed_hosts: Iterable[str] = (),
     owns_model: bool = True,
@@ -57,6 +60,7 @@ def create_app(
         model_name: the model id in the API.
         web: serve the web workspace at ``/`` too.
         store_path: SQLite file of the web workspace's conversations; None: in the cache directory.
+        responses_path: SQLite file of stored responses; None: in the cache directory.
         max_body_bytes: a request body of more bytes is refused with 413.
         allowed_hosts: host names, besides the loopback, that requests may be addressed to and web pages may come from;
             ``"*"`` for any.
@@ -69,17 +73,19 @@ def create_app(
         slot.start()
         yield
         slot.close()
+        app.state.responses.close()
 
     # No generated documentation pages: they load scripts from foreign servers.
     app = FastAPI(title="OpenK3", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     slot = ModelSlot(app.state, model_name, loader, owns_model=owns_model)
     app.state.slot = slot
     app.state.metrics = metrics
+    app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     metrics.watch(lambda: slot.llm)
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    parts = (chat.router, completions.router, messages.router, status.router)
+    parts = (chat.router, completions.router, messages.router, responses.router, status.router)
     routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
     app.state.api_paths = list(dict.fromkeys(route.path_format for route in routes))
     for router in (*parts, status.fallback_router(routes)):
