@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
-from openk3.serve import chat, completions, errors, status
+from openk3.serve import chat, completions, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
 from openk3.serve.limits import BodyLimit, HostCheck
@@ -85,8 +86,12 @@ def create_app(
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    parts = (chat.router, completions.router, messages.router, responses.router, status.router)
+    parts = (
+        *(chat.router, completions.router, responses.router, messages.router, tokens.router),
+        *(status.router, openapi.router),
+    )
     routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
+    app.state.openapi = cache(lambda: openapi.document("OpenK3", __version__, routes))
     app.state.api_paths = list(dict.fromkeys(route.path_format for route in routes))
     for router in (*parts, status.fallback_router(routes)):
         app.include_router(router)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import chat_logprobs
 from openk3.serve.openai_types import ChatRequest
+from openk3.serve.openapi import body_of
 from openk3.serve.reply import ReplyHead
 from openk3.serve.running import RunningChat, start_chat
 from openk3.serve.sse import EventStream, while_connected
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot

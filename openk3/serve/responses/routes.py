@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.loading import ModelSlot
+from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn
 from openk3.serve.responses.items import ResponseWriter
 from openk3.serve.responses.store import ResponseStore, Stored
@@ -30,7 +31,7 @@ router = APIRouter()
 _ROOM = 8
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest, streams=True))
 async def create_response(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
