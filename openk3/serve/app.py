@@ -92,7 +92,7 @@ def create_app(
     )
     routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
     app.state.openapi = cache(lambda: openapi.document("OpenK3", __version__, routes))
-    app.state.api_paths = list(dict.fromkeys(route.path_format for route in routes))
+    app.state.api_routes = routes
     for router in (*parts, status.fallback_router(routes)):
         app.include_router(router)
     if web:
@@ -103,7 +103,7 @@ def create_app(
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(HostCheck, allowed_hosts=tuple(allowed_hosts))
-    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(app.state.api_paths))
+    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(route.path_format for route in routes))
     return app
 
 

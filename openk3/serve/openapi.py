@@ -23,6 +23,7 @@ _models: dict[str, type[BaseModel]] = {}
 
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"event": _TEXT, "data": _TEXT}}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -55,7 +56,7 @@ def body_of(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     _models[model.__name__] = model
     content: dict[str, Any] = {"application/json": {"schema": _OBJECT}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _EVENT}
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},

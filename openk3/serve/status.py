@@ -9,9 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
-from starlette.routing import Match
 
-from openk3.serve.errors import is_anthropic, unknown_route, wrong_method
+from openk3.serve.errors import allowed_methods, is_anthropic, unknown_route, wrong_method
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
 
@@ -60,12 +59,7 @@ def fallback_router(routes: Sequence[APIRoute]) -> APIRouter:
     router = APIRouter()
 
     async def fallback(request: Request) -> Response:
-        allowed: set[str] = set()
-        for route in routes:
-            match, _ = route.matches(request.scope)
-            if match is Match.PARTIAL:
-                allowed |= route.methods or set()
-        raise wrong_method(request, ", ".join(sorted(allowed))) if allowed else unknown_route(request)
+        raise wrong_method(request) if allowed_methods(request) else unknown_route(request)
 
     paths = {route.path for route in routes if not route.path.startswith("/v1/")}
     for path in ("/v1/{rest:path}", *sorted(paths)):
