@@ -44,7 +44,7 @@ def document(url: str) -> dict[str, Any]:
     """The server's document; made-up requests are for the model that is there."""
     document: dict[str, Any] = httpx.get(f"{url}/openapi.json").json()
     for schema in document["components"]["schemas"].values():
-        if "model" in schema.get("properties", {}):
+        if schema.get("properties", {}).get("model", {}).get("type") == "string":
             schema["properties"]["model"] = {"enum": [MODEL]}
     return document
 

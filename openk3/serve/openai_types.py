@@ -280,7 +280,7 @@ class SamplingBody(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)  # less would overflow
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
     logit_bias: Annotated[
