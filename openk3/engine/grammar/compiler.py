@@ -48,6 +48,7 @@ _stack_lock = threading.Lock()
 _KEYWORDS = {
     "Unknown format": "format",
     "oneOf constraints": "oneOf",
+    "patternProperty regexes": "patternProperties",
     "regex parse error": "pattern",
     "Pointer '": "$ref",
     "Resource '": "$ref",

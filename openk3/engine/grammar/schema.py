@@ -17,7 +17,8 @@ _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
 )
-
+# Which may be written as 2.0, and that the compiler does not read.
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 
 # What llguidance takes grows with the square of some of these.
 _MOST_SUBSCHEMAS = 2_000
@@ -56,6 +57,7 @@ def check_schema(source: str, lenient: bool = False) -> dict[str, Any]:
         raise ValueError(f"the JSON schema is malformed at {problem.json_path}: {_cut(problem.message)}")
     for part in _subschemas(schema):
         _check_part(part, lenient)
+        part |= {key: int(part[key]) for key in _COUNTS & part.keys() if isinstance(part[key], float)}
     return schema
 
 
