@@ -20,7 +20,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import MODEL, client, live
-from test_serve_anthropic import ARGUMENTS, CALLS, events_of
+from test_serve_anthropic import ARGUMENTS, CALLS, PROPERTIES, events_of
 
 from openk3.serve.app import create_app
 from openk3.serve.errors import ApiError
@@ -29,7 +29,7 @@ from openk3.serve.responses.store import ResponseStore, Stored
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "parameters": {"type": "object", "properties": PROPERTIES},
     "strict": False,
 }
 TIME: dict[str, Any] = {"type": "function", "name": "get_time", "parameters": None, "strict": None}
@@ -291,9 +291,9 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"top_logprobs": 3}, "top_logprobs", "not supported by this server yet"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing required"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"pattern": "(?=a)b"}}}},
             "text.format.schema",
-            "not",
+            "pattern",
         ),
         ({"metadata": {"a": "x" * 513}}, "metadata", "values 512"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Input should be"),

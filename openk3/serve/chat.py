@@ -52,7 +52,7 @@ async def chat_completions(request: Request) -> Response:
                 }
                 for i, (reply, choice) in enumerate(zip(replies, chat.generation.choices, strict=True))
             ],
-            chat.generation.usage(),
+            chat.usage(),
         )
     )
 
@@ -80,7 +80,7 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
         if delta.finish_reason is not None:
             yield chunk(index, {}, None, chat.finish_reason(index))
     if body.include_usage:
-        yield head.usage_chunk("chat.completion.chunk", chat.generation.usage())
+        yield head.usage_chunk("chat.completion.chunk", chat.usage())
 
 
 def _call_pieces(call: CallDelta) -> Iterator[dict[str, Any]]:

@@ -68,7 +68,7 @@ def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
             body.tools,
             body.tool_choice or "auto",
             body.parallel_tool_calls is not False,
-            reasoning_effort=body.reasoning_effort,
+            reasoning_effort=body.effort,
             grammar=_form(body),
         )
         _checked(llm, turn.prompt_ids, "messages")

@@ -53,7 +53,7 @@ class RunningChat:
 
     def usage(self) -> dict[str, Any]:
         """The usage object of chat completions."""
-        return self.generation.usage() | {"completion_tokens_details": {"reasoning_tokens": 0}}
+        return self.generation.usage(sum(parser.reasoning_tokens for parser in self.parsers))
 
     def cancel(self) -> None:
         """Stop whatever still runs. Idempotent; to be called in every case."""

@@ -16,6 +16,7 @@ from openk3.serve.openai_types import ChatRequest
 from openk3.serve.responses.store import Stored
 from openk3.serve.responses.types import (
     ITEMS,
+    AllowedChoice,
     CallItem,
     Item,
     MessageItem,
@@ -128,14 +129,22 @@ def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
         "response_format": _response_format(body),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
-    choice = body.tool_choice
-    fields["tool_choice"] = (
-        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedChoice) else choice
-    )
+    fields["tool_choice"] = _tool_choice(body)
     try:
         return Translated(checked(fields, ChatRequest), chat.places)
     except ApiError as error:
         raise _named_as_sent(error, chat.places) from None
+
+
+def _tool_choice(body: ResponsesRequest) -> Any:
+    def named(choice: NamedChoice) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": choice.name}}
+
+    choice = body.tool_choice
+    if isinstance(choice, AllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+        return {"type": choice.type, "allowed_tools": allowed}
+    return named(choice) if isinstance(choice, NamedChoice) else choice
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

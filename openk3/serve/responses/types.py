@@ -176,6 +176,14 @@ class NamedChoice(Body):
     name: str
 
 
+class AllowedChoice(Body):
+    """Some of the tools, of which the reply may or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice] = Field(min_length=1)
+
+
 class TextFormat(Body):
     """The form that replies are to have. A schema is always kept to the letter, `strict` or not."""
 
@@ -231,6 +239,14 @@ def _metadata(value: object) -> object:
     return value
 
 
+def _kind_of_choice(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "auto")
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+_kind_of_choice.__name__ = "type"
+
+
 class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
@@ -245,7 +261,15 @@ class ResponsesRequest(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<auto>")]
+            | Annotated[NamedChoice, Tag("<function>")]
+            | Annotated[AllowedChoice, Tag("<allowed_tools>")],
+            Discriminator(_kind_of_choice),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
