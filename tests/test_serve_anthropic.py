@@ -17,11 +17,12 @@ from serving import CONTEXT, MODEL, debug_app, live
 from openk3.serve.app import create_app
 
 ARGUMENTS = {"city": "Zürich", "note": '</tool_call> "<think>"', "deep": {"list": [1, None, {}]}}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 CALLS = (
     *("<think>", "\nTwo calls.\n", "</think>", "\n\n", "Let me see.", "\n"),
     *(
         "<tool_call>",
-        f'\n{{"name": "weather", "arguments": {json.dumps(ARGUMENTS, ensure_ascii=False)}}}\n',
+        f'\n{{"name": "weather", "arguments": {JSON}}}\n',
         "</tool_call>",
         "\n",
     ),
