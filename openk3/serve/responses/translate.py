@@ -31,6 +31,7 @@ _NAMES = (
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"response_format\.json_schema", "text.format"),
     (r"response_format", "text.format"),
+    (r"tool_choice\.allowed_tools", "tool_choice"),
     (r"reasoning_effort", "reasoning.effort"),
     (r"max_completion_tokens", "max_output_tokens"),
 )
