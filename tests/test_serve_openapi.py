@@ -68,8 +68,11 @@ def test_every_route_is_described(document: dict[str, Any], url: str) -> None:
         assert path in listed
         for method, operation in operations.items():
             if method == "post":
-                reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-                assert reference.rpartition("/")[2] in document["components"]["schemas"]
+                ((kind, body),) = operation["requestBody"]["content"].items()
+                if kind == "application/json":
+                    assert body["schema"]["$ref"].rpartition("/")[2] in document["components"]["schemas"]
+                else:
+                    assert (path, kind) == ("/v1/files", "multipart/form-data")
             assert {"200", "4XX", "5XX"} <= operation["responses"].keys()
     assert "ChatRequest" in document["components"]["schemas"]
     assert not [name for name in document["components"]["schemas"] if "__" in name]  # two models of one name

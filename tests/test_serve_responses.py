@@ -331,7 +331,7 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
         "while True:\n"
         "    head = {'id': f'resp_{i}', 'previous_response_id': f'resp_{i - 1}' if i else None}\n"
         "    head['output'] = ['x' * 9999]\n"
-        "    store.save(Stored([{'id': f'msg_{i}'}], head)); print(i, flush=True); i += 1\n"
+        "    store.save(Stored([{'id': f'msg_{i}'}], head), 'me'); print(i, flush=True); i += 1\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -341,7 +341,7 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     last = int((process.stdout.read().split() or [last])[-1])
     process.wait()
-    chain = ResponseStore(path).conversation(f"resp_{last}")
+    chain = ResponseStore(path).conversation(f"resp_{last}", "me")
     assert [one.id for one in chain] == [f"resp_{i}" for i in range(last + 1)]
     assert all(one.response["output"] == ["x" * 9999] for one in chain)
     assert path.stat().st_mode & 0o077 == 0
@@ -350,12 +350,22 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
 def test_old_responses_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore(tmp_path / "responses.sqlite3")
     monkeypatch.setattr("openk3.serve.responses.store.time.time", lambda: 1_000_000)
-    store.save(stored(0))
+    store.save(stored(0), "me")
     monkeypatch.setattr("openk3.serve.responses.store.time.time", lambda: 1_000_000 + 31 * 24 * 3600)
-    store.save(stored(1, "resp_0"))
-    assert store.get("resp_1").input == [{"id": "msg_1"}]
+    store.save(stored(1, "resp_0"), "me")
+    assert store.get("resp_1", "me").input == [{"id": "msg_1"}]
     with pytest.raises(ApiError, match='There is no response "resp_0"'):
-        store.conversation("resp_1")
+        store.conversation("resp_1", "me")
+
+
+def test_another_owners_responses_are_not_there(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "responses.sqlite3")
+    store.save(stored(0), "me")
+    for ask in (store.get, store.conversation, store.delete):
+        with pytest.raises(ApiError) as caught:
+            ask("resp_0", "you")
+        assert caught.value.status == 404
+    assert store.get("resp_0", "me").id == "resp_0"
 
 
 def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
@@ -364,7 +374,7 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
         db.execute("CREATE TABLE mine (x)")
     before = path.read_bytes()
     with pytest.raises(ApiError, match="is no file of responses of version 1") as caught:
-        ResponseStore(path).save(stored(0))
+        ResponseStore(path).save(stored(0), "me")
     assert caught.value.status == 500
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("mine",)]

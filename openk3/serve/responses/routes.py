@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError, shown
+from openk3.serve.files.routes import page
 from openk3.serve.loading import ModelSlot
 from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn
@@ -38,10 +40,10 @@ async def create_response(request: Request) -> Response:
     slot.require()
     body = await parse_body(request, ResponsesRequest)
     llm = slot.require(body.model)
-    store = _store(request)
+    store, owner = _store(request), caller().owner
     before = []
     if body.previous_response_id is not None:
-        before = await asyncio.to_thread(store.conversation, body.previous_response_id)
+        before = await asyncio.to_thread(store.conversation, body.previous_response_id, owner)
     translated = await asyncio.to_thread(translate, body, before)
     if body.truncation == "auto":
         translated = await _cut_to_context(llm, translated)
@@ -56,7 +58,7 @@ async def create_response(request: Request) -> Response:
             yield event
         if body.store is not False:
             items = [item.stored() for item in body.input or ()]
-            await asyncio.to_thread(store.save, Stored(items, writer.response))
+            await asyncio.to_thread(store.save, Stored(items, writer.response), owner)
         yield writer.ended()
 
     if body.stream:
@@ -73,12 +75,12 @@ async def get_response(
     request: Request, response_id: str, stream: Annotated[Literal["false"] | None, Query()] = None
 ) -> Response:
     """`stream` must not be asked for: what was streamed once is not streamed again."""
-    return JSONResponse((await asyncio.to_thread(_store(request).get, response_id)).response)
+    return JSONResponse((await asyncio.to_thread(_store(request).get, response_id, caller().owner)).response)
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    await asyncio.to_thread(_store(request).delete, response_id)
+    await asyncio.to_thread(_store(request).delete, response_id, caller().owner)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -91,7 +93,7 @@ async def list_input_items(
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
 ) -> Response:
     """The items of a response's request, a page of them from the one `after` which it begins."""
-    items = (await asyncio.to_thread(_store(request).get, response_id)).input
+    items = (await asyncio.to_thread(_store(request).get, response_id, caller().owner)).input
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -101,10 +103,7 @@ async def list_input_items(
                 400, f"Invalid 'after': there is no item {shown(after)} here.", param="after", code="invalid_value"
             )
         items = items[place + 1 :]
-    page = items[:limit]
-    ids = [item["id"] for item in page] or [None]
-    body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}
-    return JSONResponse(body)
+    return JSONResponse(page(items[:limit], len(items) > limit))
 
 
 async def _cut_to_context(llm: LLM, translated: Translated) -> Translated:

@@ -25,6 +25,7 @@ _SCHEMA = """
 CREATE TABLE responses (
     id TEXT PRIMARY KEY,
     created INTEGER NOT NULL,
+    owner TEXT NOT NULL,
     previous TEXT,
     input TEXT NOT NULL,
     response TEXT NOT NULL
@@ -58,7 +59,8 @@ class Stored:
 class ResponseStore:
     """The file at `path`, made for this user alone when it is first needed. Safe to use from any thread.
 
-    Every method raises ApiError 500 when the file cannot be used.
+    A response belongs to an `owner`, the API key that asked for it; to others it is not there. Every method raises
+    ApiError 500 when the file cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,26 +68,27 @@ class ResponseStore:
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
 
-    def save(self, stored: Stored) -> None:
+    def save(self, stored: Stored, owner: str) -> None:
         """Write a response down, and forget those that are too old."""
-        row = (stored.id, int(time.time()), stored.previous, _json(stored.input), _json(stored.response))
+        row = (stored.id, int(time.time()), owner, stored.previous, _json(stored.input), _json(stored.response))
         with self._using() as db:
             db.execute("DELETE FROM responses WHERE created < ?", (int(time.time()) - _KEPT_S,))
-            db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
 
-    def get(self, response_id: str, param: str | None = None) -> Stored:
+    def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
         """Return a response.
 
         Raises:
             ApiError: 404, there is none of that id; `param` names where it was asked for.
         """
         with self._using() as db:
-            row = db.execute("SELECT input, response FROM responses WHERE id = ?", (response_id,)).fetchone()
+            found = db.execute("SELECT input, response FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+            row = found.fetchone()
         if row is None:
             raise _missing(response_id, param)
         return Stored(json.loads(row[0]), json.loads(row[1]))
 
-    def conversation(self, response_id: str) -> list[Stored]:
+    def conversation(self, response_id: str, owner: str) -> list[Stored]:
         """Return the response that a request goes on from, and all before it, the first first.
 
         Raises:
@@ -94,18 +97,19 @@ class ResponseStore:
         chain: list[Stored] = []
         wanted: str | None = response_id
         while wanted is not None:
-            chain.append(self.get(wanted, "previous_response_id"))
+            chain.append(self.get(wanted, owner, "previous_response_id"))
             wanted = chain[-1].previous
         return chain[::-1]
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, owner: str) -> None:
         """Forget a response, and with it how the conversations that went on from it began.
 
         Raises:
             ApiError: 404, there is none of that id.
         """
         with self._using() as db:
-            deleted = db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount
+            gone = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+            deleted = gone.rowcount
         if not deleted:
             raise _missing(response_id, None)
 
