@@ -30,9 +30,8 @@ CALL = ("<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom"}}\n', 
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("responses") / "responses.sqlite3"
-    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False, responses_path=path)
+def url() -> Iterator[str]:
+    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False)
     with live(app) as url:
         yield url
 

@@ -32,9 +32,8 @@ LEFT_OUT = "positive_data_acceptance"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("responses") / "responses.sqlite3"
-    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False, responses_path=path)
+def url() -> Iterator[str]:
+    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False)
     with live(app) as url:
         yield url
 

@@ -36,7 +36,6 @@ from openk3.serve.logs import LogFormat, set_up_logging
 from openk3.serve.metrics import Metrics
 from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
-from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.server import close_state, default_state_folder, open_database, open_state
 from openk3.weights.store import cache_root
 
@@ -58,7 +57,6 @@ def create_app(
     model_name: str,
     web: bool = True,
     store_path: Path | None = None,
-    responses_path: Path | None = None,
     state_folder: Path | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -75,8 +73,7 @@ def create_app(
         model_name: the model id in the API.
         web: serve the web workspace at ``/`` too.
         store_path: SQLite file of the web workspace's conversations; None: in the cache directory.
-        responses_path: SQLite file of stored responses; None: in the cache directory.
-        state_folder: where files, keys, usage, batches and caches are kept; None: in the cache directory.
+        state_folder: where files, keys, usage, responses, batches and caches are kept; None: in the cache directory.
         max_body_bytes: a request body of more bytes is refused with 413.
         max_file_bytes: the same for an uploaded file, with its form.
         allowed_hosts: host names, besides the loopback, that requests may be addressed to and web pages may come from;
@@ -94,7 +91,6 @@ def create_app(
         slot.start()
         yield
         slot.close()
-        app.state.responses.close()
         close_state(app.state)
 
     # No generated documentation pages: they load scripts from foreign servers.
@@ -102,7 +98,6 @@ def create_app(
     slot = ModelSlot(app.state, model_name, loader, owns_model=owns_model)
     app.state.slot = slot
     app.state.metrics = metrics
-    app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     app.state.queue = RequestQueue(max_queue)
     metrics.watch(lambda: slot.llm, app.state.queue)
 
