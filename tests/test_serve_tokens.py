@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from chat_support import chat_llm, tokenizer, tool
-from serving import MODEL, live
+from serving import MODEL, debug_app, live
 
 from openk3.serve.app import create_app
 
@@ -65,6 +66,12 @@ def test_a_chat_has_the_tokens_that_the_model_reads(url: str) -> None:
 def test_refused(url: str, path: str, body: dict[str, Any], param: str) -> None:
     response = post(url, path, **body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_they_need_a_key_where_there_are_keys(tmp_path: Path) -> None:
+    with live(debug_app(state_folder=tmp_path, always_keys=True)) as url:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            assert post(url, path, **body).status_code == 401
 
 
 def test_the_wrong_model_or_method(url: str) -> None:

@@ -24,8 +24,8 @@ _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
 _FORM = {
     "file": {"type": "string", "format": "binary"},
     "purpose": {"enum": list(PURPOSES)},
-    _EXPIRY[0]: {"const": "created_at"},
-    _EXPIRY[1]: {"type": "integer", "minimum": _EXPIRY_RANGE_S[0], "maximum": _EXPIRY_RANGE_S[1]},
+    _EXPIRY[0]: {"description": "created_at, where there are seconds"},
+    _EXPIRY[1]: {"description": "after so many seconds, from {:,} to {:,}".format(*_EXPIRY_RANGE_S)},
 }
 
 

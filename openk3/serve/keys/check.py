@@ -84,7 +84,7 @@ class KeyCheck:
         """
         keys: KeyStore = self.state.keys
         path = scope["path"]
-        api = path == "/v1" or path.startswith("/v1/") or path == "/metrics"
+        api = path == "/v1" or path.startswith("/v1/") or path in ("/metrics", "/tokenize", "/detokenize")
         key = None
         if (api or not self.open_web) and path != "/health" and (self.always or keys.any()):
             shown = _shown_key(Headers(scope=scope), basic=not api)
