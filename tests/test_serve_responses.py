@@ -224,6 +224,28 @@ def test_stored_responses(api: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
         assert (response.status_code, response.json()["error"]["param"]) == (400, query[1:].split("=")[0])
 
 
+def test_references_to_items(api: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients send an item that is stored by its id."""
+    has_model_say(monkeypatch, "qwen", *CALLS)
+    first = api.responses.create(**BODY)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "4"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    has_model_say(monkeypatch, "qwen", "Rain.")
+    asked = {"role": "user", "content": "Paris?"}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_reference = api.responses.create(**BODY | {"input": [asked, *references, *results]})
+    by_id = api.responses.create(**BODY | {"input": results}, previous_response_id=first.id)
+    assert by_reference.usage is not None and by_id.usage is not None
+    assert by_reference.usage.input_tokens == by_id.usage.input_tokens
+    api.responses.delete(first.id)
+    api.responses.create(**BODY | {"input": [asked, *references, *results]})  # the second response has the items too
+    error = post(url, BODY | {"input": [asked, {"type": "item_reference", "id": "msg_none"}]}).json()["error"]
+    assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
+
+
 def test_what_is_not_to_be_stored_is_not(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     has_model_say(monkeypatch, "qwen", "Yes.")
     created = api.responses.create(**BODY, store=False)
@@ -330,7 +352,7 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
         "store = ResponseStore(open_database(Path(sys.argv[1]))); i = 0\n"
         "while True:\n"
         "    head = {'id': f'resp_{i}', 'previous_response_id': f'resp_{i - 1}' if i else None}\n"
-        "    head['output'] = ['x' * 9999]\n"
+        "    head['output'] = [{'id': f'rs_{i}', 'text': 'x' * 9999}]\n"
         "    store.save(Stored([{'id': f'msg_{i}'}], head), 'me'); print(i, flush=True); i += 1\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -343,7 +365,7 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
     process.wait()
     chain = ResponseStore(open_database(tmp_path)).conversation(f"resp_{last}", "me")
     assert [one.id for one in chain] == [f"resp_{i}" for i in range(last + 1)]
-    assert all(one.response["output"] == ["x" * 9999] for one in chain)
+    assert all(one.response["output"][0]["text"] == "x" * 9999 for one in chain)
 
 
 def test_responses_are_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +390,9 @@ def test_old_responses_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert store.get("resp_1", "me").input == [{"id": "msg_1"}]
     with pytest.raises(ApiError, match='There is no response "resp_0"'):
         store.conversation("resp_1", "me")
+    assert store.item("msg_0", "me") is None
+    assert store.item("msg_1", "me") == {"id": "msg_1"}
+    assert store.item("msg_1", "you") is None
 
 
 def test_responses_of_another_key_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn
 from openk3.serve.responses.items import ResponseWriter
 from openk3.serve.responses.store import ResponseStore, Stored
-from openk3.serve.responses.translate import Translated, translate
+from openk3.serve.responses.translate import Translated, resolved, translate
 from openk3.serve.responses.types import ResponsesRequest
 from openk3.serve.running import start_chat
 from openk3.serve.sse import EventStream, while_connected
@@ -44,7 +44,8 @@ async def create_response(request: Request) -> Response:
     before = []
     if body.previous_response_id is not None:
         before = await asyncio.to_thread(store.conversation, body.previous_response_id, owner)
-    translated = await asyncio.to_thread(translate, body, before)
+    items = await asyncio.to_thread(resolved, body.input or (), store, owner)
+    translated = await asyncio.to_thread(translate, body, before, items)
     if body.truncation == "auto":
         translated = await _cut_to_context(llm, translated)
     try:
@@ -57,8 +58,8 @@ async def create_response(request: Request) -> Response:
         async for event in writer.events():
             yield event
         if body.store is not False:
-            items = [item.stored() for item in body.input or ()]
-            await asyncio.to_thread(store.save, Stored(items, writer.response), owner)
+            stored = Stored([item.stored() for item in items], writer.response)
+            await asyncio.to_thread(store.save, stored, owner)
         yield writer.ended()
 
     if body.stream:

@@ -25,6 +25,15 @@ CREATE TABLE IF NOT EXISTS responses (
     response TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
+CREATE TABLE IF NOT EXISTS response_items (
+    item TEXT NOT NULL,
+    holder TEXT NOT NULL,
+    PRIMARY KEY (item, holder)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS response_items_holder ON response_items (holder);
+CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses BEGIN
+    DELETE FROM response_items WHERE holder = old.id;
+END;
 """
 
 
@@ -43,6 +52,11 @@ class Stored:
     @property
     def id(self) -> str:
         return str(self.response["id"])
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """All of its items, those of its request first."""
+        return [*self.input, *self.response["output"]]
 
     @property
     def previous(self) -> str | None:
@@ -65,6 +79,8 @@ class ResponseStore:
             db.execute("DELETE FROM responses WHERE created < ?", (now - _KEPT_S,))
             row = (stored.id, now, owner, _json(stored.input), _json(stored.response))
             db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            ids = {item["id"] for item in stored.items}
+            db.executemany("INSERT INTO response_items VALUES (?, ?)", [(item, stored.id) for item in ids])
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
         """Return a response.
@@ -77,6 +93,18 @@ class ResponseStore:
         if row is None:
             raise _missing(response_id, param)
         return Stored(json.loads(row["input"]), json.loads(row["response"]))
+
+    def item(self, item_id: str, owner: str) -> dict[str, Any] | None:
+        """Return an item of any response, if it is there."""
+        statement = (
+            "SELECT input, response FROM responses JOIN response_items ON id = holder "
+            "WHERE item = ? AND owner = ? LIMIT 1"
+        )
+        row = self._database.row(statement, (item_id, owner))
+        if row is None:
+            return None
+        items = Stored(json.loads(row["input"]), json.loads(row["response"])).items
+        return next(item for item in items if item["id"] == item_id)
 
     def conversation(self, response_id: str, owner: str) -> list[Stored]:
         """Return the response that a request goes on from, and all before it, the first first.

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openk3.serve.errors import ApiError
+from openk3.serve.errors import ApiError, shown
 from openk3.serve.openai_types import ChatRequest
-from openk3.serve.responses.store import Stored
+from openk3.serve.responses.store import ResponseStore, Stored
 from openk3.serve.responses.types import (
     ITEMS,
     AllowedChoice,
     CallItem,
+    InputItem,
     Item,
     MessageItem,
     NamedChoice,
     ReasoningItem,
+    ReferenceItem,
     ResponsesRequest,
     ResultItem,
 )
@@ -95,11 +97,12 @@ class Translated:
         return Translated(self.chat.model_copy(update={"messages": messages}), [self.places[i] for i in kept])
 
 
-def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
+def translate(body: ResponsesRequest, before: Sequence[Stored], items: Sequence[Item]) -> Translated:
     """Say a Responses request in the words of chat completions.
 
     Args:
         before: the responses that it goes on from, the first first.
+        items: its input, references resolved.
 
     Raises:
         ApiError: 400, for what only the chat request's own checks find.
@@ -108,9 +111,9 @@ def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
     if body.instructions is not None:
         chat.message({"role": "system", "content": body.instructions}, "instructions")
     for stored in before:
-        for item in ITEMS.validate_python([*stored.input, *stored.response["output"]]):
+        for item in ITEMS.validate_python(stored.items):
             chat.add(item, "previous_response_id")
-    for i, item in enumerate(body.input or ()):
+    for i, item in enumerate(items):
         chat.add(item, f"input[{i}]")
     fields: dict[str, Any] = {
         "model": body.model,
@@ -135,6 +138,23 @@ def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
         return Translated(checked(fields, ChatRequest), chat.places)
     except ApiError as error:
         raise _named_as_sent(error, chat.places) from None
+
+
+def resolved(items: Sequence[InputItem], store: ResponseStore, owner: str) -> list[Item]:
+    """The items, with the stored ones in place of references to them.
+
+    Raises:
+        ApiError: 404, there is no such item.
+    """
+
+    def found(item: ReferenceItem, place: str) -> Item:
+        stored = store.item(item.id, owner)
+        if stored is None:
+            message = f"Invalid '{place}.id': there is no stored item {shown(item.id)}."
+            raise ApiError(404, message, param=f"{place}.id", code="item_not_found")
+        return ITEMS.validate_python([stored])[0]
+
+    return [found(item, f"input[{i}]") if isinstance(item, ReferenceItem) else item for i, item in enumerate(items)]
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:

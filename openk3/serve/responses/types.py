@@ -136,6 +136,13 @@ class ReasoningItem(_Item):
         }
 
 
+class ReferenceItem(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _kind_of_item(value: object) -> str | None:
     """An item without a type is a message."""
     kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
@@ -149,6 +156,14 @@ Item: TypeAlias = Annotated[
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[ResultItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_kind_of_item),
+]
+InputItem: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[ResultItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ReferenceItem, Tag("<item_reference>")],
     Discriminator(_kind_of_item),
 ]
 
@@ -251,7 +266,9 @@ class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
     model: str
-    input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])] | None = None
+    input: (
+        Annotated[list[InputItem], BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem])] | None
+    ) = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
