@@ -190,6 +190,10 @@ def test_a_conversation_with_tools_goes_on(api: OpenAI, monkeypatch: pytest.Monk
     assert by_id.usage is not None and by_items.usage is not None
     assert (by_id.usage.input_tokens, by_items.usage.input_tokens) == (tokens, tokens)
     assert by_id.output_text == by_items.output_text == "Rain."
+    counted = api.responses.input_tokens.count(
+        **BODY | {"input": results}, previous_response_id=first.id, instructions="Be long."
+    )
+    assert counted.input_tokens == tokens
     third = api.responses.create(model=MODEL, input="And then?", previous_response_id=by_id.id)
     chat = [*chat[1:], {"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And then?"}]
     assert third.usage is not None

@@ -19,7 +19,7 @@ from openk3.serve.prompts import chat_turn
 from openk3.serve.responses.items import ResponseWriter
 from openk3.serve.responses.store import ResponseStore, Stored
 from openk3.serve.responses.translate import Translated, resolved, translate
-from openk3.serve.responses.types import ResponsesRequest
+from openk3.serve.responses.types import InputTokensRequest, Item, ResponsesRequest
 from openk3.serve.running import start_chat
 from openk3.serve.sse import EventStream, while_connected
 from openk3.serve.validation import parse_body
@@ -40,14 +40,7 @@ async def create_response(request: Request) -> Response:
     slot.require()
     body = await parse_body(request, ResponsesRequest)
     llm = slot.require(body.model)
-    store, owner = _store(request), caller().owner
-    before = []
-    if body.previous_response_id is not None:
-        before = await asyncio.to_thread(store.conversation, body.previous_response_id, owner)
-    items = await asyncio.to_thread(resolved, body.input or (), store, owner)
-    translated = await asyncio.to_thread(translate, body, before, items)
-    if body.truncation == "auto":
-        translated = await _cut_to_context(llm, translated)
+    items, translated = await _read(request, llm, body)
     try:
         chat = await start_chat(request, translated.chat, arrived_at)
     except ApiError as error:
@@ -59,7 +52,7 @@ async def create_response(request: Request) -> Response:
             yield event
         if body.store is not False:
             stored = Stored([item.stored() for item in items], writer.response)
-            await asyncio.to_thread(store.save, stored, owner)
+            await asyncio.to_thread(_store(request).save, stored, caller().owner)
         yield writer.ended()
 
     if body.stream:
@@ -69,6 +62,20 @@ async def create_response(request: Request) -> Response:
     finally:
         chat.cancel()
     return JSONResponse(writer.response)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=body_of(InputTokensRequest))
+async def count_input_tokens(request: Request) -> Response:
+    slot: ModelSlot = request.app.state.slot
+    slot.require()
+    body = await parse_body(request, InputTokensRequest)
+    llm = slot.require(body.model)
+    _, translated = await _read(request, llm, body)
+    try:
+        turn = await chat_turn(llm, translated.chat)
+    except ApiError as error:
+        raise translated.named_as_sent(error) from None
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(turn.prompt_ids)})
 
 
 @router.get("/v1/responses/{response_id}")
@@ -105,6 +112,21 @@ async def list_input_items(
             )
         items = items[place + 1 :]
     return JSONResponse(page(items[:limit], len(items) > limit))
+
+
+async def _read(request: Request, llm: LLM, body: InputTokensRequest) -> tuple[list[Item], Translated]:
+    """What is new in a request, and the chat request for all of it; cut to the context where that is wanted.
+
+    Raises:
+        ApiError: 404, a response or an item that it names is not there; 400, as `translate`.
+    """
+    store, owner = _store(request), caller().owner
+    items = await asyncio.to_thread(resolved, body.input or (), store, owner)
+    before: list[Stored] = []
+    if body.previous_response_id is not None:
+        before = await asyncio.to_thread(store.conversation, body.previous_response_id, owner)
+    translated = await asyncio.to_thread(translate, body, before, items)
+    return items, await _cut_to_context(llm, translated) if body.truncation == "auto" else translated
 
 
 async def _cut_to_context(llm: LLM, translated: Translated) -> Translated:

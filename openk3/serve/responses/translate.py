@@ -19,6 +19,7 @@ from openk3.serve.responses.types import (
     AllowedChoice,
     CallItem,
     InputItem,
+    InputTokensRequest,
     Item,
     MessageItem,
     NamedChoice,
@@ -97,7 +98,7 @@ class Translated:
         return Translated(self.chat.model_copy(update={"messages": messages}), [self.places[i] for i in kept])
 
 
-def translate(body: ResponsesRequest, before: Sequence[Stored], items: Sequence[Item]) -> Translated:
+def translate(body: InputTokensRequest, before: Sequence[Stored], items: Sequence[Item]) -> Translated:
     """Say a Responses request in the words of chat completions.
 
     Args:
@@ -118,10 +119,6 @@ def translate(body: ResponsesRequest, before: Sequence[Stored], items: Sequence[
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": chat.messages,
-        "stream": body.stream,
-        "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "tools": [
             {
                 "type": "function",
@@ -129,11 +126,18 @@ def translate(body: ResponsesRequest, before: Sequence[Stored], items: Sequence[
             }
             for tool in body.tools or ()
         ],
+        "tool_choice": _tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
-    fields["tool_choice"] = _tool_choice(body)
+    if isinstance(body, ResponsesRequest):
+        fields |= {
+            "stream": body.stream,
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+        }
     try:
         return Translated(checked(fields, ChatRequest), chat.places)
     except ApiError as error:
@@ -157,7 +161,7 @@ def resolved(items: Sequence[InputItem], store: ResponseStore, owner: str) -> li
     return [found(item, f"input[{i}]") if isinstance(item, ReferenceItem) else item for i, item in enumerate(items)]
 
 
-def _tool_choice(body: ResponsesRequest) -> Any:
+def _tool_choice(body: InputTokensRequest) -> Any:
     def named(choice: NamedChoice) -> dict[str, Any]:
         return {"type": "function", "function": {"name": choice.name}}
 
@@ -168,7 +172,7 @@ def _tool_choice(body: ResponsesRequest) -> Any:
     return named(choice) if isinstance(choice, NamedChoice) else choice
 
 
-def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(body: InputTokensRequest) -> dict[str, Any] | None:
     form = None if body.text is None else body.text.format
     if form is None:
         return None

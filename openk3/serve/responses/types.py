@@ -262,8 +262,8 @@ def _kind_of_choice(value: object) -> str | None:
 _kind_of_choice.__name__ = "type"
 
 
-class ResponsesRequest(Body):
-    """The body of POST /v1/responses."""
+class InputTokensRequest(Body):
+    """The body of POST /v1/responses/input_tokens: a conversation, and what it may call."""
 
     model: str
     input: (
@@ -271,12 +271,6 @@ class ResponsesRequest(Body):
     ) = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[FunctionTool] | None = None
     tool_choice: (
         Annotated[
@@ -291,29 +285,45 @@ class ResponsesRequest(Body):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
+
+    conversation: Annotated[None, unsupported()] = None
+
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> Self:
+        if not self.input and self.previous_response_id is None:
+            raise wrong("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
+        return self
+
+
+class ResponsesRequest(InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata, json_schema_input_type=dict[str, str])] | None = None
+    user: str | None = None
 
     client_metadata: Harmless = None
-    include: Annotated[Harmless, unsupported([], ["reasoning.encrypted_content"])] = None
     max_tool_calls: Harmless = None  # counts calls of tools that the server runs
     prompt_cache_key: Harmless = None
     prompt_cache_options: Harmless = None
     prompt_cache_retention: Harmless = None
     safety_identifier: Harmless = None
     service_tier: Harmless = None
-    user: Harmless = None
 
     background: Annotated[None, unsupported(False)] = None
     context_management: Annotated[None, unsupported([])] = None
-    conversation: Annotated[None, unsupported()] = None
+    include: Annotated[None, unsupported([], ["reasoning.encrypted_content"])] = None  # reasoning is there in plain
     moderation: Annotated[None, unsupported()] = None
     prompt: Annotated[None, unsupported()] = None
     top_logprobs: Annotated[None, unsupported(0)] = None
 
     @model_validator(mode="after")
-    def _something_to_answer(self) -> Self:
-        if not self.input and self.previous_response_id is None:
-            raise wrong("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
+    def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise wrong(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
