@@ -189,7 +189,7 @@ def test_many_threads(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("no database" * 100)
-    with pytest.raises(ValueError, match="cannot open the search index .*move the file away"):
+    with pytest.raises(ValueError, match=r"cannot open the search index .*move the file away"):
         SearchIndex(tmp_path / "x")
     with sqlite3.connect(tmp_path / "y") as db:
         db.execute("CREATE TABLE t (a)")
