@@ -19,11 +19,17 @@ from openk3.serve.app import create_app
 ARGUMENTS = {"city": "Zürich", "note": '</tool_call> "<think>"', "deep": {"list": [1, None, {}]}}
 CALLS = (
     *("<think>", "\nTwo calls.\n", "</think>", "\n\n", "Let me see.", "\n"),
-    *("<tool_call>", f'\n{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}\n', "</tool_call>", "\n"),
-    *("<tool_call>", '\n{"name": "get_time"}\n', "</tool_call>"),
+    *(
+        "<tool_call>",
+        f'\n{{"name": "weather", "arguments": {json.dumps(ARGUMENTS, ensure_ascii=False)}}}\n',
+        "</tool_call>",
+        "\n",
+    ),
+    *("<tool_call>", '\n{"name": "get_time", "arguments": {}}\n', "</tool_call>"),
 )
 USER: dict[str, Any] = {"role": "user", "content": "Paris?"}
-WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+PROPERTIES = {"city": {"type": "string"}, "note": {"type": "string"}, "deep": {"type": "object"}}
+WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": PROPERTIES}}
 TIME = {"name": "get_time", "description": "The time", "input_schema": {"type": "object"}}
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "messages": [USER], "tools": [WEATHER, TIME]}
 
@@ -156,13 +162,15 @@ def test_the_end_of_the_context() -> None:
 
 
 def test_a_cut_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", "<tool_call>", '{"name": "weather", "arguments": {"a": 1, "city": "a long name')
-    whole = post(url, BODY | {"max_tokens": 58}).json()
-    events = events_of(post(url, BODY | {"max_tokens": 58, "stream": True}).text)
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom", "note": "a long name'
+    )
+    whole = post(url, BODY | {"max_tokens": 66}).json()
+    events = events_of(post(url, BODY | {"max_tokens": 66, "stream": True}).text)
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert whole["content"][0]["input"] == {"a": 1}
+    assert whole["content"][0]["input"] == {"city": "Rom"}
     json_text = "".join(e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta")
-    assert json_text == '{"a": 1, "city": "a long'
+    assert json_text == '{"city": "Rom", "note": "a long'
 
 
 def test_what_the_model_reads(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +251,9 @@ def test_tool_choice(api: Anthropic, monkeypatch: pytest.MonkeyPatch, choice: An
 
 
 def test_a_named_tool(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", ' {"city": "Rom"}}\n', "</tool_call>")
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom"}}\n', "</tool_call>"
+    )
     (block,) = api.messages.create(**BODY, tool_choice={"type": "tool", "name": "weather"}).content
     assert block.type == "tool_use" and (block.name, block.input) == ("weather", {"city": "Rom"})
 
@@ -310,7 +320,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "4"}
         ),
         ({"thinking": {"type": "enabled"}}, "Missing required parameter: 'thinking.budget_tokens'"),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            {"output_config": {"format": {"type": "json_schema", "schema": {"pattern": "(?=a)b"}}}},
             "Invalid 'output_config.format.schema'",
         ),
     ],

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import chat_logprobs
 from openk3.serve.openai_types import ChatRequest
+from openk3.serve.openapi import body_of
 from openk3.serve.reply import ReplyHead
 from openk3.serve.running import RunningChat, start_chat
 from openk3.serve.sse import EventStream, while_connected
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
@@ -51,7 +52,7 @@ async def chat_completions(request: Request) -> Response:
                 }
                 for i, (reply, choice) in enumerate(zip(replies, chat.generation.choices, strict=True))
             ],
-            chat.generation.usage(),
+            chat.usage(),
         )
     )
 
@@ -79,7 +80,7 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
         if delta.finish_reason is not None:
             yield chunk(index, {}, None, chat.finish_reason(index))
     if body.include_usage:
-        yield head.usage_chunk("chat.completion.chunk", chat.generation.usage())
+        yield head.usage_chunk("chat.completion.chunk", chat.usage())
 
 
 def _call_pieces(call: CallDelta) -> Iterator[dict[str, Any]]:

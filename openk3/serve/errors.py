@@ -16,8 +16,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 
 # What Anthropic calls a status. Its servers are never unavailable, only overloaded, which is a status of its own.
@@ -109,7 +111,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return unknown_route(request).response(request.scope)
         if error.status_code == 405:
-            return wrong_method(request, (error.headers or {}).get("allow", "")).response(request.scope)
+            return wrong_method(request).response(request.scope)
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response(request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
@@ -126,7 +128,7 @@ def install(app: FastAPI) -> None:
 
 
 def unknown_route(request: Request) -> ApiError:
-    paths = ", ".join(request.app.state.api_paths)
+    paths = ", ".join(dict.fromkeys(route.path_format for route in request.app.state.api_routes))
     return ApiError(
         404,
         f"Unknown request URL: {request.method} {shown(request.url.path)}. This server has {paths}.",
@@ -134,14 +136,22 @@ def unknown_route(request: Request) -> ApiError:
     )
 
 
-def wrong_method(request: Request, allowed: str) -> ApiError:
-    """405 for a known path; `allowed` is the value of the Allow header."""
+def wrong_method(request: Request) -> ApiError:
+    """405 for a known path."""
+    allowed = ", ".join(allowed_methods(request))
     return ApiError(
         405,
         f"{request.method} is not allowed for {shown(request.url.path)}; use {allowed or 'another method'}.",
         code="method_not_allowed",
         headers={"Allow": allowed} if allowed else None,
     )
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """What the API's routes allow for a path; nothing for an unknown one."""
+    routes: list[APIRoute] = request.app.state.api_routes
+    known = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted(set().union(*known))
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -13,6 +13,7 @@ larger number go first and may displace those with a smaller one, as in SGLang; 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -21,13 +22,16 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
-from openk3.chat.messages import Message, validate_messages, validate_tools
+from openk3.chat.messages import MAX_TOOLS, Message, validate_messages, validate_tools
 from openk3.engine.grammar.spec import Grammar
 from openk3.serve.errors import shown
 
@@ -47,17 +51,29 @@ def wrong(message: str, *, param: str | None = None, code: str = "invalid_value"
     return PydanticCustomError(code, "{message}", {"message": message, "param": param})
 
 
-def unsupported(*neutral: object) -> BeforeValidator:
+@dataclass(frozen=True)
+class Unsupported:
     """A field that must be absent, null, or one of the `neutral` values that ask for nothing."""
 
-    def check(value: object, info: ValidationInfo) -> None:
-        if value is not None and value not in neutral:
+    neutral: tuple[object, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return BeforeValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.neutral]}
+
+    def _check(self, value: object, info: ValidationInfo) -> None:
+        # By type as well: to Python, 0 is False.
+        if value is not None and not any(type(value) is type(one) and value == one for one in self.neutral):
             raise wrong(
                 f"Unsupported parameter: '{info.field_name}' is not supported by this server yet; leave it out.",
                 code="unsupported_parameter",
             )
 
-    return BeforeValidator(check)
+
+def unsupported(*neutral: object) -> Unsupported:
+    return Unsupported(neutral)
 
 
 def by(field: str) -> Discriminator:
@@ -187,6 +203,64 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+
+# Any: pydantic cannot read typing.TypedDict on Python 3.11; the validator returns Messages.
+Messages: TypeAlias = Annotated[
+    list[Any],
+    PlainValidator(_messages),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}, {"type": "null"}],
+                        "description": "Text, or a list of parts {type: text, text}.",
+                    },
+                    "name": {"type": ["string", "null"]},
+                    "reasoning_content": {"type": ["string", "null"]},
+                    "tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
+                    "tool_call_id": {"type": ["string", "null"]},
+                    "tools": {"anyOf": [_OBJECTS, {"type": "null"}]},
+                },
+            },
+        }
+    ),
+]
+Tools: TypeAlias = Annotated[
+    list[Any] | None,
+    PlainValidator(_tools),
+    WithJsonSchema(
+        {
+            "type": ["array", "null"],
+            "maxItems": MAX_TOOLS,
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                            "description": {"type": ["string", "null"]},
+                            "parameters": {"type": ["object", "null"]},
+                            "strict": {"type": ["boolean", "null"]},
+                        },
+                    },
+                },
+            },
+        }
+    ),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
@@ -206,10 +280,12 @@ class SamplingBody(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)  # less would overflow
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float] | None)
+    ] = Field(default_factory=dict)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
     user: Harmless = None
@@ -298,12 +374,11 @@ class Thinking(Body):
 class ChatRequest(SamplingBody):
     """The body of POST /v1/chat/completions."""
 
-    # Any: pydantic cannot read typing.TypedDict on Python 3.11; the validator returns Messages.
-    messages: Annotated[list[Any], PlainValidator(_messages)]
+    messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Annotated[list[Any] | None, PlainValidator(_tools)] = None
+    tools: Tools | None = None
     tool_choice: Any = None  # checked with the tools, which the messages may hold
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -374,7 +449,10 @@ class CompletionRequest(SamplingBody):
     """The body of POST /v1/completions. As in the original API, a reply ends after 16 tokens unless `max_tokens` is
     given."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompt)]
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        PlainValidator(_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 

@@ -7,7 +7,7 @@ starts it here, and tells in its own words what the replies say.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
@@ -50,6 +50,10 @@ class RunningChat:
         """Why a choice ended, in the words of chat completions; None while it runs."""
         reason = self.generation.choices[index].finish_reason
         return None if reason is None else self.parsers[index].finish_reason(reason)
+
+    def usage(self) -> dict[str, Any]:
+        """The usage object of chat completions."""
+        return self.generation.usage(sum(parser.reasoning_tokens for parser in self.parsers))
 
     def cancel(self) -> None:
         """Stop whatever still runs. Idempotent; to be called in every case."""

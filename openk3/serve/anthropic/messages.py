@@ -15,6 +15,7 @@ from openk3.serve.anthropic.translate import translate
 from openk3.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from openk3.serve.errors import ApiError
 from openk3.serve.loading import ModelSlot
+from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn
 from openk3.serve.running import start_chat
 from openk3.serve.sse import EventStream, while_connected
@@ -26,7 +27,7 @@ router = APIRouter()
 _PING_EVERY_S = 10.0
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest, streams=True))
 async def messages(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
@@ -47,7 +48,7 @@ async def messages(request: Request) -> Response:
     return JSONResponse(writer.message)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     slot: ModelSlot = request.app.state.slot
     slot.require()

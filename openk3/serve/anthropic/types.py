@@ -130,7 +130,7 @@ class ToolChoice(Body):
         return self
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     """Whether the model reasons before it answers. The budget says how hard; it is no limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -163,7 +163,7 @@ class CountTokensRequest(Body):
     system: Texts | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
     cache_control: Harmless = None
