@@ -10,21 +10,14 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from openk3.agents.tools.search_documents import search_tool
 from openk3.agents.tools.tool import Tool
 from openk3.documents.search import SearchIndex
 from openk3.documents.text import Document, read_document
 from openk3.serve.errors import ApiError, shown
-
-
-class Files(Protocol):
-    """Where uploaded files are: `openk3.serve.files.store.FileStore`."""
-
-    def get(self, file_id: str, owner: str = "") -> Any: ...
-
-    def path(self, file: Any) -> Path: ...
+from openk3.serve.files.routes import require_file
+from openk3.serve.files.store import FileStore, StoredFile
 
 
 class DocumentSearch:
@@ -35,13 +28,13 @@ class DocumentSearch:
         self._index: SearchIndex | None = None
         self._opening = threading.Lock()
 
-    async def tool(self, files: Files, file_ids: Sequence[str], owner: str, param: str) -> Tool:
-        """Return the search tool for these files of an owner, read and indexed.
+    async def tool(self, files: FileStore, file_ids: Sequence[str], param: str) -> Tool:
+        """Return the search tool for these files of the caller, read and indexed.
 
         Raises:
             ApiError: 404, there is no such file; 400, it cannot be read.
         """
-        await asyncio.to_thread(self._prepare, files, file_ids, owner, param)
+        await asyncio.to_thread(self._prepare, files, file_ids, param)
         assert self._index is not None
         return search_tool(self._index, list(file_ids))
 
@@ -59,18 +52,16 @@ class DocumentSearch:
                 self._index = SearchIndex(self._path)
             return self._index
 
-    def _prepare(self, files: Files, file_ids: Sequence[str], owner: str, param: str) -> None:
+    def _prepare(self, files: FileStore, file_ids: Sequence[str], param: str) -> None:
         index = self._open()
         for i, file_id in enumerate(file_ids):
             place = f"{param}[{i}]"
-            file = files.get(file_id, owner)
-            if file is None:
-                raise ApiError(404, f"No such file: {shown(file_id)}.", param=place, code="file_not_found")
+            file = require_file(files, file_id, place)
             if file_id not in index:
                 index.add(file_id, read_file(files, file, place))
 
 
-def read_file(files: Files, file: Any, param: str) -> Document:
+def read_file(files: FileStore, file: StoredFile, param: str) -> Document:
     """The text of a stored file. May take seconds; not for the event loop's thread.
 
     Raises:

@@ -1,8 +1,8 @@
 """Tools that the server runs itself: how a request switches them on, and how an earlier reply tells what was run.
 
 An entry of ``tools`` that is no function of the client's names one of the server's: ``{"type": "calculator"}``,
-``{"type": "datetime"}``, ``{"type": "search_documents", "search_documents": {"file_ids": ["file-..."]}}``, the first two
-also in Kimi's form, ``{"type": "builtin_function", "function": {"name": "$calculator"}}``; and ``{"type": "mcp",
+``{"type": "datetime"}``, ``{"type": "search_documents", "search_documents": {"file_ids": ["file-..."]}}``, the first
+two also in Kimi's form, ``{"type": "builtin_function", "function": {"name": "$calculator"}}``; and ``{"type": "mcp",
 "server_label": "..."}`` all tools of an MCP server that whoever started this server has configured.
 
 What was run comes back in the message's ``server_tool_calls``. A client that sends the message back as it is, which all

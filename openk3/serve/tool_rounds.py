@@ -18,13 +18,12 @@ from fastapi import Request
 
 from openk3.agents.calls import run_calls
 from openk3.agents.rounds import Rounds
-from openk3.agents.tools.tool import Tool
 from openk3.agents.tools import BUILTIN
 from openk3.agents.tools.search_documents import NAME as SEARCH
+from openk3.agents.tools.tool import Tool
 from openk3.chat.messages import validate_messages, validate_tools
-from openk3.chat.parser import CallDelta, ReplyDelta
+from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply
-from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError
 from openk3.serve.openai_types import ChatRequest
 from openk3.serve.running import RunningChat, ServerCallDelta, start_chat
@@ -56,45 +55,40 @@ class ToolChat(RunningChat):
         self._begin = begin
         others = [name for tool in body.tools or () if (name := tool["function"]["name"]) not in box]
         self._rounds = Rounds(others=others)
-        self._round = first
-        self._reply = Reply()
-        self._handed_on: dict[int, int] = {}  # the client's calls: their number in this reply to that in the whole one
+        self._follow(first)
         self._usage: dict[str, Any] = {}
         self._ended: str | None = None
-        self.server_tool_calls: list[dict[str, Any]] = []
+        self.server_tool_calls = []
 
-    @property
-    def generation(self) -> Any:  # of the round under way
-        return self._round.generation
-
-    @property
-    def parsers(self) -> Any:
-        return self._round.parsers
+    def _follow(self, chat: RunningChat) -> None:
+        self._round = chat
+        self.generation = chat.generation
+        self.parsers = chat.parsers
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ReplyDelta, Delta], None]:
-        going_on = True
-        while going_on:
-            self._reply, last = Reply(), None
+        while True:
+            reply, shown = Reply(), dict[int, int]()
             async for _, said, delta in self._round.deltas():
-                self._reply.add(said)
+                reply.add(said)
                 last = delta
-                yield 0, self._clients(said), replace(delta, finish_reason=None)
-            assert last is not None
-            silent = replace(last, text="", token_ids=(), logprobs=None, finish_reason=None)
-            reason = self._round.finish_reason(0) or "stop"
-            calls = self._rounds.add_reply(self._reply, reason)
+                yield 0, self._clients(said, shown), replace(delta, finish_reason=None)
+            silent = replace(last, text="", token_ids=(), logprobs=None)
+            reason = self._round.finish_reason(0)
             finished = []
+            calls = self._rounds.add_reply(reply, reason or "")
             async for done in run_calls(calls, self._box):
                 finished.append(done)
                 entry = report(done, len(self.server_tool_calls), self._rounds.rounds - 1)
                 self.server_tool_calls.append(entry)
-                yield 0, ServerCallDelta(ran=entry), silent
-            if going_on := self._rounds.goes_on:
-                self._rounds.add_results(finished)
-                going_on = await self._next_round()
+                yield 0, ServerCallDelta(ran=entry), replace(silent, finish_reason=None)
+            if not self._rounds.goes_on:
+                break
+            self._rounds.add_results(finished)
+            if not await self._next_round():
                 reason = "length"
+                break
         self._ended = reason
-        yield 0, ReplyDelta(), replace(silent, finish_reason=last.finish_reason)
+        yield 0, ReplyDelta(), silent
 
     async def replies(self) -> list[Reply]:
         reply = Reply()
@@ -111,15 +105,14 @@ class ToolChat(RunningChat):
     def cancel(self) -> None:
         self._round.cancel()
 
-    def _clients(self, said: ReplyDelta) -> ReplyDelta:
-        """What of a piece the client is told: all but calls of ours."""
-        theirs: list[CallDelta] = []
+    def _clients(self, said: ReplyDelta, shown: dict[int, int]) -> ReplyDelta:
+        """What of a piece the client is told: all but calls of ours. `shown`: its calls of this round, renumbered."""
         for call in said.calls:
             if call.name is not None and call.name not in self._box:
-                self._handed_on[call.index] = len(self._handed_on)
-            if call.index in self._handed_on:
-                theirs.append(replace(call, index=self._handed_on[call.index]))
-        return replace(said, calls=tuple(theirs))
+                shown[call.index] = len(shown)
+        return replace(
+            said, calls=tuple(replace(call, index=shown[call.index]) for call in said.calls if call.index in shown)
+        )
 
     async def _next_round(self) -> bool:
         """Start the next round; False if there is no room for one."""
@@ -191,7 +184,7 @@ async def _switched_on(request: Request, body: ChatRequest) -> tuple[dict[str, T
             continue
         if kind == SEARCH:
             state = request.app.state
-            tools = [await state.search.tool(state.files, entry["file_ids"], caller().owner, f"{where}.{SEARCH}.file_ids")]
+            tools = [await state.search.tool(state.files, entry["file_ids"], f"{where}.{SEARCH}.file_ids")]
         elif kind == "mcp":
             tools = _of_mcp_server(request.app.state.mcp_tools, entry, where)
         else:
