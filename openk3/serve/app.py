@@ -25,6 +25,8 @@ from openk3 import __version__
 from openk3.serve import chat, completions, errors, status
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
+from openk3.serve.batches import routes as batches
+from openk3.serve.batches.runner import BatchRunner
 from openk3.serve.files import routes as files
 from openk3.serve.keys import routes as usage
 from openk3.serve.keys.check import KeyCheck
@@ -89,9 +91,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        open_state(app.state, state_folder or default_state_folder())
+        folder = state_folder or default_state_folder()
+        open_state(app.state, folder)
+        app.state.batch_runner = BatchRunner(app, app.state, folder, model_name)
         slot.start()
+        app.state.batch_runner.start()
         yield
+        await app.state.batch_runner.close()
         slot.close()
         app.state.responses.close()
         close_state(app.state)
@@ -113,6 +119,7 @@ def create_app(
         messages.router,
         responses.router,
         files.router,
+        batches.router,
         usage.router,
         status.router,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from starlette.datastructures import State
 
+from openk3.serve.batches.store import BatchStore
 from openk3.serve.files.store import FileStore
 from openk3.serve.keys.ledger import Ledger
 from openk3.serve.keys.limiter import Limiter
@@ -42,6 +43,7 @@ def open_state(state: State, folder: Path) -> None:
     state.keys = KeyStore(state.database)
     state.ledger = Ledger(state.database)
     state.limiter = Limiter()
+    state.batches = BatchStore(state.database)
 
 
 def close_state(state: State) -> None:
