@@ -27,6 +27,8 @@ from openk3.agents.mcp_client import McpServers
 from openk3.serve import chat, completions, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
+from openk3.serve.batches import routes as batches
+from openk3.serve.batches.runner import BatchRunner
 from openk3.serve.files import routes as files
 from openk3.serve.keys import routes as usage
 from openk3.serve.keys.check import KeyCheck
@@ -97,10 +99,14 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        open_state(app.state, state_folder or default_state_folder())
+        folder = state_folder or default_state_folder()
+        open_state(app.state, folder)
+        app.state.batch_runner = BatchRunner(app, app.state, folder, model_name)
         slot.start()
+        app.state.batch_runner.start()
         async with offered.running() if offered else nullcontext():
             yield
+        await app.state.batch_runner.close()
         slot.close()
         app.state.responses.close()
         close_state(app.state)
@@ -119,7 +125,7 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _client_gone)
     parts = (
         *(chat.router, completions.router, responses.router, messages.router, tokens.router),
-        *(files.router, usage.router, status.router, openapi.router),
+        *(files.router, batches.router, usage.router, status.router, openapi.router),
     )
     offered = McpEndpoint() if mcp_endpoint else None
     if offered:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from starlette.datastructures import State
 
+from openk3.serve.batches.store import BatchStore
 from openk3.serve.document_search import DocumentSearch
 from openk3.serve.files.store import FileStore
 from openk3.serve.keys.ledger import Ledger
@@ -44,6 +45,7 @@ def open_state(state: State, folder: Path) -> None:
     state.ledger = Ledger(state.database)
     state.limiter = Limiter()
     state.search = DocumentSearch(folder / "search.sqlite3")
+    state.batches = BatchStore(state.database)
 
 
 def close_state(state: State) -> None:
