@@ -92,7 +92,7 @@ def test_http_examples(language: str, block: str, server: str, environment: dict
         command = [sys.executable, "-c", block]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert ('"text"' if language == "sh" else "tokens") in done.stdout
+    assert ('"usage"' if language == "sh" else "tokens") in done.stdout
 
 
 def test_files_named_in_the_readme_exist() -> None:

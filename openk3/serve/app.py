@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +23,12 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
+from openk3.agents.mcp_client import McpServers
 from openk3.serve import chat, completions, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
+from openk3.serve.batches import routes as batches
+from openk3.serve.batches.runner import BatchRunner
 from openk3.serve.files import routes as files
 from openk3.serve.keys import routes as usage
 from openk3.serve.keys.check import KeyCheck
@@ -33,6 +36,7 @@ from openk3.serve.keys.store import KeyStore
 from openk3.serve.limits import BodyLimit, HostCheck, is_loopback
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logs import LogFormat, set_up_logging
+from openk3.serve.mcp_endpoint import McpEndpoint
 from openk3.serve.metrics import Metrics
 from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
@@ -40,6 +44,7 @@ from openk3.serve.state.server import close_state, default_state_folder, open_da
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
+    from openk3.agents.tools.tool import Tool
     from openk3.engine.config import EngineConfig
     from openk3.llm import LLM
 
@@ -64,6 +69,8 @@ def create_app(
     max_queue: int = MAX_QUEUE,
     open_web: bool = True,
     always_keys: bool = False,
+    mcp_tools: Mapping[str, Mapping[str, Tool]] | None = None,
+    mcp_endpoint: bool = False,
     owns_model: bool = True,
 ) -> FastAPI:
     """Return the application. Once it is started the model loads in the background; then it is ``app.state.llm``.
@@ -81,15 +88,22 @@ def create_app(
         max_queue: how many choices may wait for the engine; beyond that requests are refused with 503.
         open_web: the web workspace asks for no key.
         always_keys: the API asks for a key even where none was ever made.
+        mcp_tools: tools of MCP servers that requests may switch on, by the servers' names.
+        mcp_endpoint: offer built-in tools to MCP clients at ``/mcp``.
         owns_model: close the model at shutdown. False for a model that others use as well.
     """
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        open_state(app.state, state_folder or default_state_folder())
+        folder = state_folder or default_state_folder()
+        open_state(app.state, folder)
+        app.state.batch_runner = BatchRunner(app, app.state, folder, model_name)
         slot.start()
-        yield
+        app.state.batch_runner.start()
+        async with offered.running() if offered else nullcontext():
+            yield
+        await app.state.batch_runner.close()
         slot.close()
         close_state(app.state)
 
@@ -99,14 +113,18 @@ def create_app(
     app.state.slot = slot
     app.state.metrics = metrics
     app.state.queue = RequestQueue(max_queue)
+    app.state.mcp_tools = mcp_tools or {}
     metrics.watch(lambda: slot.llm, app.state.queue)
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     parts = (
         *(chat.router, completions.router, responses.router, messages.router, tokens.router),
-        *(files.router, usage.router, status.router, openapi.router),
+        *(files.router, batches.router, usage.router, status.router, openapi.router),
     )
+    offered = McpEndpoint() if mcp_endpoint else None
+    if offered:
+        app.router.routes.append(offered.route)
     routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
     app.state.openapi = cache(lambda: openapi.document("OpenK3", __version__, routes))
     app.state.api_routes = routes
@@ -143,6 +161,8 @@ def run(
     engine: EngineConfig | None = None,
     max_queue: int = MAX_QUEUE,
     log_format: LogFormat = "auto",
+    mcp_config: Path | None = None,
+    mcp_endpoint: bool = False,
     grace_s: float = 30.0,
 ) -> None:
     """Serve `model` until Ctrl-C or SIGTERM, then take no new requests and let running ones finish for `grace_s`.
@@ -158,6 +178,7 @@ def run(
         num_threads: CPU threads; None: as many as the machine has cores.
         engine: the engine's settings; None: the defaults.
         log_format: of the log on stderr; ``auto``: plain lines on a terminal, else JSON lines.
+        mcp_config: a file of MCP servers, started with this one, whose tools requests may switch on.
         grace_s: how long running replies may take after the signal, in seconds.
 
     The rest is as for `create_app`. Raises SystemExit if the port is taken, and ValueError if `host` needs a key.
@@ -180,6 +201,7 @@ def run(
 
         return load(model, num_threads=num_threads, engine=engine)
 
+    servers = McpServers(mcp_config) if mcp_config else None
     app = create_app(
         loader,
         model_name=model_name or default_model_name(model),
@@ -190,6 +212,8 @@ def run(
         max_queue=max_queue,
         open_web=not exposed and not hosts,
         always_keys=exposed,
+        mcp_tools=servers.by_server if servers else None,
+        mcp_endpoint=mcp_endpoint,
     )
     # The access line is ours (access.py): uvicorn's would hold query strings. A server must outwait its clients'
     # pools of idle connections, or they find them closed just as they send: those keep a connection for 5 to 15
@@ -204,7 +228,7 @@ def run(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=math.ceil(grace_s),
     )
-    with suppress(KeyboardInterrupt):  # raised again by uvicorn when it has shut down
+    with servers or nullcontext(), suppress(KeyboardInterrupt):  # raised again by uvicorn when it has shut down
         uvicorn.Server(config).run()
 
 

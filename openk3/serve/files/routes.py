@@ -92,6 +92,7 @@ def delete_file(request: Request, file_id: str) -> dict[str, Any]:
     store = _store(request)
     require_file(store, file_id)
     store.delete(file_id, caller().owner)
+    request.app.state.search.forget(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 

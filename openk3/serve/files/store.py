@@ -175,11 +175,15 @@ class FileWriter:
         self._file.write(data)
         self.size += len(data)
 
-    def commit(self, *, filename: str, purpose: str, owner: str = "", expires_after_s: int | None = None) -> StoredFile:
-        """Make the file exist, all of it on the disk."""
+    def sync(self) -> None:
+        """Wait until what was written has reached the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         flush(self._path.parent)
+
+    def commit(self, *, filename: str, purpose: str, owner: str = "", expires_after_s: int | None = None) -> StoredFile:
+        """Make the file exist, all of it on the disk."""
+        self.sync()
         now = int(time.time())
         expires_at = None if expires_after_s is None else now + expires_after_s
         file = StoredFile(self.id, owner, filename, purpose, self.size, now, expires_at)

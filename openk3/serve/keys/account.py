@@ -12,7 +12,8 @@ class Account:
     """What one request costs its key, if it has one.
 
     Args:
-        queue: where the request waits for the engine; None for requests that do not count there.
+        queue: where the request waits for the engine; None for one that nobody waits for, which counts neither there
+            nor towards the limits of the minute.
     """
 
     def __init__(
@@ -53,6 +54,6 @@ class Account:
         self.used = self.used + usage
 
     def _charge(self, tokens: int) -> None:
-        bucket = None if self._key is None else self._limiter.bucket(self._key, "tokens")
+        bucket = None if self._key is None or self._queue is None else self._limiter.bucket(self._key, "tokens")
         if bucket is not None:
             bucket.level -= tokens

@@ -94,6 +94,10 @@ class KeyStore:
         """Every key that was ever made, the revoked ones too, in order."""
         return [_key(row) for row in self._database.rows("SELECT * FROM keys ORDER BY number")]
 
+    def get(self, key_id: str) -> ApiKey | None:
+        row = self._database.row("SELECT * FROM keys WHERE id = ?", (key_id,))
+        return None if row is None else _key(row)
+
     def revoke(self, key_id: str) -> bool:
         """Make a key worthless from now on; False if there is none of that id that still works."""
         statement = "UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"

@@ -32,6 +32,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.RLock()
+        self._depth = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600)
@@ -56,15 +57,22 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Several statements that happen together or, after an exception, not at all."""
+        """Several statements that happen together or, after an exception, not at all. One inside of another is a part
+        of that."""
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            if self._depth == 0:
+                self._db.execute("BEGIN IMMEDIATE")
+            self._depth += 1
             try:
                 yield self._db
+                if self._depth == 1:
+                    self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._depth == 1:
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+            finally:
+                self._depth -= 1
 
     def rows(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         with self._lock:
