@@ -1,9 +1,9 @@
-"""The server: an OpenAI-compatible API and the web workspace around one model.
+"""The server: an API in the protocols of OpenAI and Anthropic, and the web workspace, around one model.
 
 `create_app` puts the parts together; `run` serves them until it is told to stop. From the outside in, a request passes
-`access` (id, log line, metrics), `limits` (who may ask, how much), `validation` and `openai_types` (what may be
-asked), then `chat` or `completions`, which hand it to the engine through `generation` and answer whole or through
-`sse`.
+`access` (id, log line, metrics), `limits` and `keys` (who may ask, how much), `validation` and the types of its
+protocol (what may be asked), then the protocol's endpoint, which has a chat answered through `running` and
+`generation`, and answers whole or through `sse`.
 """
 
 from __future__ import annotations

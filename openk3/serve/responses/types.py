@@ -1,7 +1,7 @@
 """What a request in OpenAI's Responses protocol may say.
 
 Fields and ranges are those of https://platform.openai.com/docs/api-reference/responses; the rule for them is that of
-`openk3.serve.openai_types`: honoured, harmless, or refused by name.
+`openk3.serve.bodies`: honoured, harmless, or refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from openk3.serve.openai_types import Body, Effort, Harmless, by, unsupported, wrong
+from openk3.serve.bodies import Body, Harmless, by, unsupported, wrong
+from openk3.serve.openai_types import Effort
 
 
 class TextPart(Body):
