@@ -21,7 +21,7 @@ from openk3.serve.responses.store import ResponseStore, Stored
 from openk3.serve.responses.translate import Translated, resolved, translate
 from openk3.serve.responses.types import InputTokensRequest, Item, ResponsesRequest
 from openk3.serve.running import start_chat
-from openk3.serve.sse import EventStream, while_connected
+from openk3.serve.sse import EventStream, drained, while_connected
 from openk3.serve.validation import parse_body
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def create_response(request: Request) -> Response:
     if body.stream:
         return EventStream(events(), on_end=chat.cancel, named=True, failure=writer.failed)
     try:
-        await while_connected(request.receive, _drained(events()))
+        await while_connected(request.receive, drained(events()))
     finally:
         chat.cancel()
     return JSONResponse(writer.response)
@@ -150,11 +150,6 @@ async def _cut_to_context(llm: LLM, translated: Translated) -> Translated:
         else:
             low = middle + 1
     return translated.from_message(beginnings[low])
-
-
-async def _drained(events: AsyncGenerator[dict[str, Any], None]) -> None:
-    async for _ in events:
-        pass
 
 
 def _store(request: Request) -> ResponseStore:
