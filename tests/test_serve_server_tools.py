@@ -11,7 +11,7 @@ import pytest
 from agents import call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer, tool
 from documents import pdf
-from openai import OpenAI
+from openai import InternalServerError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import MODEL, client, live, sse
 
@@ -176,6 +176,18 @@ def test_a_tool_may_be_required_or_forbidden(api: OpenAI, monkeypatch: pytest.Mo
     has_model_reply(monkeypatch, ("No.",))
     reply = api.chat.completions.create(**BODY, tool_choice="none").choices[0].message
     assert (reply.content, (reply.model_extra or {}).get("server_tool_calls")) == ("No.", None)
+
+
+def test_the_last_round_is_an_answer(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_parts("calculator", expression="1 + 1")
+    has_model_reply(monkeypatch, call, call, ("Two.",))  # it repeats itself, and has to answer
+    choice = api.chat.completions.create(**BODY).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Two.", "stop")
+    assert choice.message.model_extra is not None
+    assert len(choice.message.model_extra["server_tool_calls"]) == 1
+    has_model_reply(monkeypatch, call, call, ('{"name": "calculator"}',))
+    with pytest.raises(InternalServerError, match="the grammar does not allow token"):
+        api.chat.completions.create(**BODY)
 
 
 def upload(url: str, name: str, data: bytes) -> str:
