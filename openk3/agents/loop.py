@@ -183,7 +183,8 @@ class _Conversation:
                 options["grammar"] = ANSWER
         elif self._rounds.rounds:
             options.pop("tool_choice", None)
-        return {"messages": [*self._given, *self._rounds.messages], "tools": self._definitions, **options}
+        messages = [*self._given, *self._rounds.messages, *self._rounds.reminder]
+        return {"messages": messages, "tools": self._definitions, **options}
 
     def read(self, piece: Piece) -> Iterator[TextPiece]:
         self._reply.add(ReplyDelta(piece.text, piece.reasoning, piece.tool_calls))
