@@ -14,6 +14,7 @@ from serving import idle, until
 
 from openk3 import agents
 from openk3.agents import CallFinished, CallStarted, Finished, TextPiece, Tool
+from openk3.responses import GenerationError
 
 USER = {"role": "user", "content": "How much?"}
 SUM = call_parts("calculator", expression="2 + 3")
@@ -117,12 +118,15 @@ def test_denied_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_the_last_round_it_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [call_parts("calculator", expression=f"1 + {i}") for i in range(5)]
-    prompts = has_model_reply(monkeypatch, *calls)
+    calls = [call_parts("calculator", expression=f"1 + {i}") for i in range(2)]
+    prompts = has_model_reply(monkeypatch, *calls, ("It is 2.",))
     _, last = happens(["calculator"], max_rounds=3)
-    assert (last.rounds, len(last.calls), last.finish_reason) == (3, 2, "stop")
-    assert '"name": "calculator"' in last.text  # what would have been a call is text: no tools were offered
+    assert (last.rounds, len(last.calls), last.finish_reason, last.text) == (3, 2, "stop", "It is 2.")
     assert "<tools>" in prompts[1] and "<tools>" not in prompts[2]
+    # That it cannot write a call as text is the grammar's doing, which refuses the token.
+    has_model_reply(monkeypatch, *calls, ('{"name": "calculator"}',))
+    with pytest.raises(GenerationError, match="the grammar does not allow token"):
+        happens(["calculator"], max_rounds=3)
 
 
 def test_repeating_itself_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +137,37 @@ def test_repeating_itself_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.append(1)
         return len(ran)
 
-    has_model_reply(monkeypatch, call_parts("count"), call_parts("count"), ("One.",))
+    prompts = has_model_reply(monkeypatch, call_parts("count"), call_parts("count"), ("One.",))
     _, last = happens([count])
     assert (len(ran), last.rounds, last.text) == (1, 3, "One.")
+    assert "Answer my question now" in prompts[2] and "<tools>" not in prompts[2]
+    assert not any("Answer my question now" in str(message) for message in last.messages)
+
+
+def test_going_in_circles_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (call_parts("calculator", expression=f"1 + {i}") for i in range(2))
+    has_model_reply(monkeypatch, one, two, one, ("Enough.",))
+    _, last = happens(["calculator"])
+    assert (last.rounds, len(last.calls), last.text) == (4, 3, "Enough.")
+
+
+def test_what_changes_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(("waiting", "waiting", "done"))
+
+    def status() -> str:
+        """How it stands."""
+        return next(states)
+
+    def wait() -> str:
+        """Waits."""
+        return "waited"
+
+    has_model_reply(monkeypatch, *[call_parts(name) for name in ("status", "wait", "status")], ("Not yet.",))
+    _, last = happens([status, wait])
+    assert last.text == "Not yet."
+    has_model_reply(monkeypatch, *[call_parts(name) for name in ("wait", "status", "wait")], ("Done.",))
+    _, last = happens([status, wait])
+    assert [done.result.text for done in last.calls] == ["waited", "done", "waited"]
 
 
 def test_limits_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

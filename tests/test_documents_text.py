@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from documents import W, docx, paragraph, pdf
@@ -221,6 +223,19 @@ def test_what_comes_back(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^no: ä$"):
         run_confined("test_documents_text:refuses", "ä".encode(), seconds=20, megabytes=300)
     assert run_confined("test_documents_text:looks", b"", seconds=20, megabytes=300) == b"nothing"
+
+
+def naps(data: bytes) -> bytes:
+    time.sleep(0.2)
+    return data
+
+
+def test_more_than_fit_wait_for_their_turn(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its whole time from when it begins, however many are asked for at once."""
+    monkeypatch.setattr("openk3.confined._SLOTS", threading.BoundedSemaphore(2))
+    with ThreadPoolExecutor(8) as pool:
+        run = [pool.submit(run_confined, "test_documents_text:naps", b"x", seconds=20, megabytes=300) for _ in range(8)]
+        assert [future.result() for future in run] == [b"x"] * 8
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,9 +12,9 @@ import pytest
 from agents import call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer, tool
 from documents import pdf
-from openai import OpenAI
+from openai import InternalServerError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serving import MODEL, client, live, sse
+from serving import MODEL, client, idle, live, sse, until
 
 from openk3.serve.app import create_app
 
@@ -178,6 +179,18 @@ def test_a_tool_may_be_required_or_forbidden(api: OpenAI, monkeypatch: pytest.Mo
     assert (reply.content, (reply.model_extra or {}).get("server_tool_calls")) == ("No.", None)
 
 
+def test_the_last_round_is_an_answer(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_parts("calculator", expression="1 + 1")
+    has_model_reply(monkeypatch, call, call, ("Two.",))  # it repeats itself, and has to answer
+    choice = api.chat.completions.create(**BODY).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Two.", "stop")
+    assert choice.message.model_extra is not None
+    assert len(choice.message.model_extra["server_tool_calls"]) == 1
+    has_model_reply(monkeypatch, call, call, ('{"name": "calculator"}',))
+    with pytest.raises(InternalServerError, match="the grammar does not allow token"):
+        api.chat.completions.create(**BODY)
+
+
 def upload(url: str, name: str, data: bytes) -> str:
     answer = httpx.post(f"{url}/v1/files", files={"file": (name, data)}, data={"purpose": "user_data"})
     assert answer.status_code == 200, answer.text
@@ -203,6 +216,33 @@ def test_search_in_files(url: str, api: OpenAI, monkeypatch: pytest.MonkeyPatch)
     error = refused(url, {"tools": tools})
     assert error["param"] == "tools[0].search_documents.file_ids[1]"
     assert "broken.pdf: the PDF cannot be read: it is damaged" in error["message"]
+
+
+def test_a_damaged_index_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = {"model_name": MODEL, "web": False, "owns_model": False, "state_folder": tmp_path}
+    found: list[str] = []
+    file_id = ""
+    for damage in (False, True):
+        if damage:
+            assert (tmp_path / "search.sqlite3").exists()
+            (tmp_path / "search.sqlite3").write_bytes(b"no database" * 1000)
+        with live(create_app(lambda: chat_llm("qwen"), **options)) as url:
+            file_id = file_id or upload(url, "a.txt", b"The rent is 900 euros.")
+            tools: Any = [{"type": "search_documents", "search_documents": {"file_ids": [file_id]}}]
+            has_model_reply(monkeypatch, call_parts("search_documents", query="rent"), ("900.",))
+            message = client(url).chat.completions.create(**BODY | {"tools": tools}).choices[0].message
+            found.append((message.model_extra or {})["server_tool_calls"][0]["result"])
+    assert found == ["[1] a.txt:\nThe rent is 900 euros."] * 2
+
+
+def test_a_client_that_goes_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round, with the first behind it: nothing goes on running."""
+    has_model_reply(monkeypatch, SUM, ("x" * 3000,))
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if '"content":"x' in line:
+                break
+    until(lambda: idle(chat_llm("qwen")))
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,28 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from openk3.agents.calls import run_calls
-from openk3.agents.rounds import Rounds
+from openk3.agents.rounds import ANSWER, Rounds
 from openk3.agents.tools import BUILTIN
 from openk3.agents.tools.search_documents import NAME as SEARCH
 from openk3.agents.tools.tool import Tool
 from openk3.chat.messages import validate_messages, validate_tools
 from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply
+from openk3.engine.grammar.spec import Grammar
 from openk3.serve.errors import ApiError
-from openk3.serve.openai_types import ChatRequest
+from openk3.serve.openai_types import ChatRequest, ResponseFormat
 from openk3.serve.running import RunningChat, ServerCallDelta, start_chat
 from openk3.serve.server_tools import report
 
 if TYPE_CHECKING:
     from openk3.engine.request import Delta
+
+
+class _Answer(ResponseFormat):
+    """The form of a reply that has to be an answer in words."""
+
+    def grammar(self) -> Grammar:
+        return ANSWER
 
 
 class ToolChat(RunningChat):
@@ -51,6 +59,8 @@ class ToolChat(RunningChat):
         begin: Callable[[ChatRequest, float], Awaitable[RunningChat]],
     ) -> None:
         self._body = body
+        given = body.response_format
+        self._form = None if given is None or given.type == "text" else given
         self._box = box
         self._begin = begin
         others = [name for tool in body.tools or () if (name := tool["function"]["name"]) not in box]
@@ -117,10 +127,12 @@ class ToolChat(RunningChat):
     async def _next_round(self) -> bool:
         """Start the next round; False if there is no room for one."""
         usage, choice = self.usage(), self.generation.choices[0]
-        changes: dict[str, Any] = {"messages": [*self._body.messages, *validate_messages(self._rounds.messages)]}
+        more = validate_messages([*self._rounds.messages, *self._rounds.reminder])
+        changes: dict[str, Any] = {"messages": [*self._body.messages, *more]}
         choice_of_tools = self._body.tool_choice
         if self._rounds.must_answer:
             changes["tool_choice"] = "none"
+            changes["response_format"] = self._form or _Answer(type="text")
         elif isinstance(choice_of_tools, Mapping) and choice_of_tools.get("type") == "allowed_tools":
             allowed = {**choice_of_tools["allowed_tools"], "mode": "auto"}
             changes["tool_choice"] = {**choice_of_tools, "allowed_tools": allowed}
