@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
+import jsonschema
 import pytest
 from chat_support import TAGS, chat_llm, has_model_say, tokenizer
 from serving import MODEL, live, sse
@@ -257,3 +258,44 @@ def test_only_the_allowed_tools(url: str, monkeypatch: pytest.MonkeyPatch) -> No
     unknown = allowed | {"tools": [{"type": "function", "name": "x"}]}
     error = ask(url, "responses", False, tool_choice=unknown).json()["error"]
     assert error["param"] == "tool_choice.tools[0]" and "'x'" in error["message"]
+
+
+def test_a_required_call_is_valid_in_all(url: str) -> None:
+    """By a model with random weights, which has no idea of calls; the choice of a tool is a form, not a wish."""
+    schema = {
+        "type": "object",
+        "properties": {"code": {"type": "integer", "minimum": 10, "maximum": 99}, "big": {"type": "boolean"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+    for protocol, tools, choice, off in (
+        (
+            "chat",
+            [{"type": "function", "function": {"name": "get_city", "parameters": schema}}],
+            {"type": "function", "function": {"name": "get_city"}},
+            {"reasoning_effort": "none"},
+        ),
+        (
+            "responses",
+            [{"type": "function", "name": "get_city", "parameters": schema}],
+            {"type": "function", "name": "get_city"},
+            {"reasoning": {"effort": "none"}},
+        ),
+        (
+            "messages",
+            [{"name": "get_city", "input_schema": schema}],
+            {"type": "tool", "name": "get_city"},
+            {"thinking": {"type": "disabled"}},
+        ),
+    ):
+        for stream in (False, True):
+            more = {"stream_options": {"include_usage": True}} if protocol == "chat" and stream else {}
+            asked = {"tools": tools, "tool_choice": choice, "temperature": 1.0, **off, **more}
+            response = ask(url, protocol, stream, **asked)
+            assert response.status_code == 200, response.text
+            read = {"chat": of_chat, "responses": of_response, "messages": of_message}[protocol]
+            reply = read(whole(protocol, response.text) if stream else response.json())
+            assert (reply.text, reply.ended) == ("", "tool_calls")
+            ((name, given),) = reply.calls
+            assert name == "get_city"
+            jsonschema.validate(given, schema)
