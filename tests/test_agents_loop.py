@@ -77,6 +77,17 @@ def test_errors_go_back_and_retries_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert "Error: division by zero" in prompts[1]
 
 
+def test_a_tool_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = has_model_reply(monkeypatch, ('{"name": "animals", "arguments": {"a": 1}}',), SUM, ("5.",))
+    events, last = happens(["calculator"])
+    assert results(events) == ["Error: there is no tool 'animals'; there are calculator", "5"]
+    assert (last.text, last.failures, last.rounds) == ("5.", 1, 3)
+    assert "there is no tool 'animals'" in prompts[1]
+    for text in ('{"name": "animals"}', '{"name": "a", "arguments": {}} is JSON', '{"name": 1, "arguments": {}}', "{}"):
+        has_model_reply(monkeypatch, (text,))
+        assert happens(["calculator"])[1].text == text
+
+
 def test_parallel_calls_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = threading.Barrier(3, timeout=30)
 
