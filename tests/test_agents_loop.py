@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from agents import call_parts, calls_parts, has_model_reply
+from agents import calculator_here, call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer
 from serving import idle, until
 
@@ -16,6 +16,7 @@ from openk3 import agents
 from openk3.agents import CallFinished, CallStarted, Finished, TextPiece, Tool
 from openk3.responses import GenerationError
 
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 USER = {"role": "user", "content": "How much?"}
 SUM = call_parts("calculator", expression="2 + 3")
 
