@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from agents import call_parts, calls_parts, has_model_reply
+from agents import calculator_here, call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer
 from serving import idle, until
 
@@ -16,6 +16,7 @@ from openk3 import agents
 from openk3.agents import CallFinished, CallStarted, Finished, TextPiece, Tool
 from openk3.responses import GenerationError
 
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 USER = {"role": "user", "content": "How much?"}
 SUM = call_parts("calculator", expression="2 + 3")
 
@@ -75,6 +76,17 @@ def test_errors_go_back_and_retries_are_counted(monkeypatch: pytest.MonkeyPatch)
     ]
     assert (last.failures, last.retries, last.rounds) == (2, 2, 4)
     assert "Error: division by zero" in prompts[1]
+
+
+def test_a_tool_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = has_model_reply(monkeypatch, ('{"name": "animals", "arguments": {"a": 1}}',), SUM, ("5.",))
+    events, last = happens(["calculator"])
+    assert results(events) == ["Error: there is no tool 'animals'; there are calculator", "5"]
+    assert (last.text, last.failures, last.rounds) == ("5.", 1, 3)
+    assert "there is no tool 'animals'" in prompts[1]
+    for text in ('{"name": "animals"}', '{"name": "a", "arguments": {}} is JSON', '{"name": 1, "arguments": {}}', "{}"):
+        has_model_reply(monkeypatch, (text,))
+        assert happens(["calculator"])[1].text == text
 
 
 def test_parallel_calls_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def model() -> Iterator[LLM]:
 def tools() -> list[Any]:
     index = SearchIndex()
     index.add("lease", Document("lease.md", "markdown", LEASE))
-    return ["calculator", "datetime", agents.search_tool(index)]
+    return [agents.search_tool(index), "calculator", "datetime"]
 
 
 @pytest.mark.parametrize(("questions", "least"), [(CALCULATIONS, 4), (SEARCHES, 4)], ids=["calculator", "search"])

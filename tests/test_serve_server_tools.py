@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agents import call_parts, calls_parts, has_model_reply
+from agents import calculator_here, call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer, tool
 from documents import pdf
 from openai import InternalServerError, OpenAI
@@ -18,6 +18,7 @@ from serving import MODEL, client, idle, live, sse, until
 
 from openk3.serve.app import create_app
 
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 USER = {"role": "user", "content": "How much?"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": [{"type": "calculator"}], "temperature": 0}
 SUM = call_parts("calculator", expression="2 + 3")
