@@ -80,7 +80,13 @@ def test_questions(model: LLM, tools: list[Any], questions: list[Any], least: in
     for question, answers in questions:
         chat = [TOLD, {"role": "user", "content": question}]
         *_, last = agents.run(
-            model, chat, tools=tools, temperature=0.0, max_total_tokens=400, parallel_tool_calls=False
+            model,
+            chat,
+            tools=tools,
+            temperature=0.0,
+            max_total_tokens=400,
+            parallel_tool_calls=False,
+            tool_choice="required",
         )
         assert isinstance(last, agents.Finished)
         good = any(answer in last.text.replace(",", "") for answer in answers)
