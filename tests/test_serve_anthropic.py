@@ -12,6 +12,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 from chat_support import TAGS, chat_llm, has_model_say, tokenizer
+from pydantic import BaseModel
 from serving import CONTEXT, MODEL, debug_app, live
 
 from openk3.serve.app import create_app
@@ -265,6 +266,44 @@ def test_a_named_tool(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (block,) = api.messages.create(**BODY, tool_choice={"type": "tool", "name": "weather"}).content
     assert block.type == "tool_use" and (block.name, block.input) == ("weather", {"city": "Rom"})
+
+
+def test_the_clients_tool_runner(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have the server keep the conversation, and gets along without."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: where
+        """
+        has_model_say(monkeypatch, "qwen", "It is dry.")
+        return f"dry in {city}"
+
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom"}}\n', "</tool_call>"
+    )
+    runner = api.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, tools=[weather], messages=[{"role": "user", "content": "Rome?"}]
+    )
+    called, answered = list(runner)
+    assert called.stop_reason == "tool_use"
+    assert [block.model_dump()["text"] for block in answered.content] == ["It is dry."]
+
+
+def test_a_schema(api: Anthropic) -> None:
+    class Weather(BaseModel):
+        sunny: bool
+
+    parsed = api.messages.parse(
+        model=MODEL,
+        max_tokens=100,
+        messages=[{"role": "user", "content": "Sun?"}],
+        output_format=Weather,
+        thinking={"type": "disabled"},
+    )
+    assert isinstance(parsed.parsed_output, Weather)
 
 
 def test_models(api: Anthropic, url: str) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
+import jsonschema
 import pytest
 from chat_support import TAGS, chat_llm, has_model_say, tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import MODEL, live, sse
 from test_serve_anthropic import CALLS, PROPERTIES, events_of
 
@@ -68,9 +71,9 @@ def ask(url: str, protocol: str, stream: bool, max_tokens: int = 500, **change: 
     )
 
 
-def said(url: str, protocol: str, stream: bool, max_tokens: int = 500) -> Said:
+def said(url: str, protocol: str, stream: bool, max_tokens: int = 500, **change: Any) -> Said:
     more = {"stream_options": {"include_usage": True}} if protocol == "chat" and stream else {}
-    response = ask(url, protocol, stream, max_tokens, **more)
+    response = ask(url, protocol, stream, max_tokens, **change, **more)
     assert response.status_code == 200, response.text
     read = {"chat": of_chat, "responses": of_response, "messages": of_message}[protocol]
     return read(whole(protocol, response.text) if stream else response.json())
@@ -257,3 +260,91 @@ def test_only_the_allowed_tools(url: str, monkeypatch: pytest.MonkeyPatch) -> No
     unknown = allowed | {"tools": [{"type": "function", "name": "x"}]}
     error = ask(url, "responses", False, tool_choice=unknown).json()["error"]
     assert error["param"] == "tool_choice.tools[0]" and "'x'" in error["message"]
+
+
+def test_a_required_call_is_valid_in_all(url: str) -> None:
+    """By a model with random weights, which has no idea of calls; the choice of a tool is a form, not a wish."""
+    schema = {
+        "type": "object",
+        "properties": {"code": {"type": "integer", "minimum": 10, "maximum": 99}, "big": {"type": "boolean"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+    for protocol, tools, choice, off in (
+        (
+            "chat",
+            [{"type": "function", "function": {"name": "get_city", "parameters": schema}}],
+            {"type": "function", "function": {"name": "get_city"}},
+            {"reasoning_effort": "none"},
+        ),
+        (
+            "responses",
+            [{"type": "function", "name": "get_city", "parameters": schema}],
+            {"type": "function", "name": "get_city"},
+            {"reasoning": {"effort": "none"}},
+        ),
+        (
+            "messages",
+            [{"name": "get_city", "input_schema": schema}],
+            {"type": "tool", "name": "get_city"},
+            {"thinking": {"type": "disabled"}},
+        ),
+    ):
+        for stream in (False, True):
+            reply = said(url, protocol, stream, tools=tools, tool_choice=choice, temperature=1.0, **off)
+            assert (reply.text, reply.ended) == ("", "tool_calls")
+            ((name, given),) = reply.calls
+            assert name == "get_city"
+            jsonschema.validate(given, schema)
+
+
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{[`<"), min_size=1, max_size=12)
+strings = st.text(max_size=8) | st.sampled_from([*TAGS, "<|im_end|>", '"}}\n</tool_call>', "\\", '{"name": "any"}'])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | strings,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+any_reply = given(
+    thought=st.none() | words.filter(str.strip),
+    text=words,
+    calls=st.lists(st.dictionaries(strings, values, max_size=3), max_size=4),
+)
+options: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=5, derandomize=True, **options)
+@any_reply
+def test_any_reply_is_the_same_in_all(url: str, thought: str | None, text: str, calls: list[dict[str, Any]]) -> None:
+    same_in_all(url, thought, text, calls)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **options)
+@any_reply
+def test_many_replies_are_the_same(url: str, thought: str | None, text: str, calls: list[dict[str, Any]]) -> None:
+    same_in_all(url, thought, text, calls)
+
+
+def same_in_all(url: str, thought: str | None, text: str, calls: list[dict[str, Any]]) -> None:
+    parts = [] if thought is None else ["<think>", f"\n{thought}\n", "</think>", "\n\n"]
+    parts.append(text)
+    for call in calls:
+        written = json.dumps(call, ensure_ascii=False).replace("\x7f", "\\u007f")  # which the grammar has escaped
+        parts += ["\n", "<tool_call>", f'\n{{"name": "any", "arguments": {written}}}\n', "</tool_call>"]
+    tools: dict[str, list[Any]] = {
+        "chat": [{"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}],
+        "responses": [{"type": "function", "name": "any", "parameters": {"type": "object"}}],
+        "messages": [{"name": "any", "input_schema": {"type": "object"}}],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        has_model_say(patch, "qwen", *parts)
+        replies = [
+            said(url, protocol, stream, 2000, tools=tools[protocol]) for protocol in BODIES for stream in (False, True)
+        ]
+    assert replies == [replies[0]] * 6
+    assert replies[0].calls == [("any", call) for call in calls]
+    assert replies[0].text.strip() == text.strip()
+    assert replies[0].reasoning.strip() == (thought or "").strip()

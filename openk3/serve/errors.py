@@ -44,6 +44,7 @@ class ApiError(Exception):
         code: a stable word for programs (``context_length_exceeded``), or None.
         type: ``invalid_request_error`` for the client's mistakes, ``server_error`` for ours.
         headers: more response headers, such as ``Retry-After``.
+        details: what clients of Anthropic's read to get along without what they asked for; None for most errors.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -63,14 +65,17 @@ class ApiError(Exception):
         self.code = code
         self.type = "invalid_request_error" if status < 500 else "server_error"
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self, scope: Scope) -> dict[str, Any]:
         """Return the JSON object of the response to the request with that ASGI scope."""
         if not is_anthropic(scope):
             return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         kind = _ANTHROPIC_TYPES.get(self._status(scope), "api_error" if self.status >= 500 else "invalid_request_error")
-        request_id = scope.get("state", {}).get("request_id")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
 
     def response(self, scope: Scope) -> Response:
         return JSONResponse(self.body(scope), self._status(scope), headers=self.headers)

@@ -26,13 +26,21 @@ router = APIRouter()
 # A long prompt takes longer to read than some clients and proxies wait for a silent stream.
 _PING_EVERY_S = 10.0
 
+# Clients that would rather have the server keep the conversation read this, and send it whole from then on.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 
 @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest, streams=True))
 async def messages(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
     slot.require()
-    body = await parse_body(request, MessagesRequest)
+    try:
+        body = await parse_body(request, MessagesRequest)
+    except ApiError as error:
+        if error.param == "thread":
+            raise ApiError(error.status, error.message, param=error.param, details=_NO_THREADS) from None
+        raise
     translated = translate(body)
     try:
         chat = await start_chat(request, translated.chat, arrived_at)

@@ -171,6 +171,7 @@ class CountTokensRequest(Body):
     user_profile_id: Harmless = None
     context_management: Annotated[None, unsupported({"edits": []})] = None
     mcp_servers: Annotated[None, unsupported([])] = None
+    thread: Annotated[None, unsupported()] = None  # a conversation that the server keeps; clients send it whole then
 
 
 class MessagesRequest(CountTokensRequest):
