@@ -14,7 +14,7 @@ from web_browser import ANSWER, BLOCK, BOX, ask, chromium, expect, needs_browser
 from web_chat import LONG, SHORT, Chat, served_chat
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = needs_browser
 
@@ -81,11 +81,10 @@ def test_escape_stops_and_shift_enter_makes_a_line(page: Page, chat: Chat) -> No
     assert question.content == "one\ntwo" and answer.status == "stopped"
 
 
-def test_regenerate_replaces_the_last_answer(page: Page, chat: Chat) -> None:
+def test_regenerating_adds_a_version_with_a_switch(page: Page, chat: Chat) -> None:
     conversation = chat.conversation("first", "answer one", "second", "answer two")
     page.goto(chat.link(conversation))
     expect(page.locator(".message-assistant")).to_have_count(2)
-    expect(page.locator("[aria-label='Regenerate answer']:visible")).to_have_count(1)
     page.locator(".message-assistant").last.locator("[aria-label='Regenerate answer']").click()
     expect(page.locator(".message-assistant").last).not_to_contain_text("answer two")
     settle(page)
@@ -93,6 +92,14 @@ def test_regenerate_replaces_the_last_answer(page: Page, chat: Chat) -> None:
     assert [m.role for m in messages] == ["user", "assistant"] * 2
     assert messages[1].content == "answer one" and messages[3].content != "answer two"
     assert messages[3].stats is not None and messages[3].stats.completion_tokens == SHORT.max_tokens
+    last = page.locator(".message-assistant").last
+    expect(last.locator(".version")).to_have_text("2/2")
+    expect(last.get_by_label("Next version")).to_be_disabled()
+    last.get_by_label("Previous version").click()
+    expect(last.locator(".prose")).to_have_text("answer two")
+    expect(last.locator(".version")).to_have_text("1/2")
+    page.reload()
+    expect(page.locator(ANSWER).last).to_have_text("answer two")
 
 
 def test_edit_needs_a_save_and_answers_anew(page: Page, chat: Chat) -> None:
@@ -115,27 +122,35 @@ def test_edit_needs_a_save_and_answers_anew(page: Page, chat: Chat) -> None:
     messages = chat.store.messages(conversation.id)
     assert [m.content for m in messages if m.role == "user"] == ["first, better"]
     assert len(messages) == 2 and messages[1].status == "complete"
+    page.locator(".message-user").first.hover()
+    page.get_by_label("Previous version").first.click()
+    expect(page.locator(".message")).to_have_count(4)
+    expect(page.locator(ANSWER).last).to_have_text("answer two")
+
+
+def pick(page: Page, row: Locator, item: str) -> None:
+    """Pick an item of a conversation's menu."""
+    row.hover()
+    row.get_by_label("More for").click()
+    page.get_by_role("menuitem", name=item).click()
 
 
 def test_rename_and_delete_ask_first(page: Page, chat: Chat) -> None:
     kept, doomed = chat.conversation("kept", "a"), chat.conversation("doomed", "b")
     page.goto(chat.link(doomed))
     row = page.locator(".conversation", has=page.locator(f"[data-conversation='{doomed.id}']"))
-    row.hover()
-    row.locator("[aria-label^='Rename']").click()
-    expect(page.locator(".dialog input")).to_have_value("doomed")
-    page.fill(".dialog input", "named anew")
+    pick(page, row, "Rename")
+    expect(page.locator(".q-dialog input")).to_have_value("doomed")
+    page.fill(".q-dialog input", "named anew")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator("h1")).to_have_text("named anew")
     expect(row).to_contain_text("named anew")
-    row.hover()
-    row.locator("[aria-label^='Delete']").click()
+    pick(page, row, "Delete")
     page.get_by_role("button", name="Cancel").click()
-    expect(page.locator(".dialog")).to_have_count(0)
+    expect(page.locator(".q-dialog")).to_have_count(0)
     assert chat.store.conversation(doomed.id)
-    row.hover()
-    row.locator("[aria-label^='Delete']").click()
-    page.locator(".dialog").get_by_role("button", name="Delete").click()
+    pick(page, row, "Delete")
+    page.locator(".q-dialog .dialog").get_by_role("button", name="Delete").click()
     expect(row).to_have_count(0)
     expect(page.locator(".welcome")).to_be_visible()
     assert chat.store.conversation(doomed.id) is None and chat.store.messages(doomed.id) == []
@@ -294,7 +309,7 @@ def test_new_chat_by_key_back_button_and_code_copy(browser: Browser, chat: Chat)
         assert page.evaluate("navigator.clipboard.readText()") == "print('hi')\n"
         page.click("[aria-label='Copy answer']")
         page.wait_for_function("navigator.clipboard.readText().then(text => text.startsWith('```python'))")
-        page.keyboard.press("Control+k")
+        page.keyboard.press("Control+Shift+O")
         expect(page.locator(".welcome")).to_be_visible()
         expect(page.locator(BOX)).to_be_focused()
         page.go_back()
@@ -310,10 +325,11 @@ def test_long_histories_open_at_their_end(page: Page, chat: Chat) -> None:
     page.goto(chat.link(conversation))
     expect(page.locator(".message")).to_have_count(40)
     expect(page.locator(".message").last).to_be_in_viewport()
-    page.get_by_role("button", name="Show earlier messages (60)").click()
-    expect(page.locator(".message")).to_have_count(80)
-    page.get_by_role("button", name="Show earlier messages (20)").click()
-    expect(page.locator(".message")).to_have_count(100)
+    for count in (80, 100):
+        first = page.locator(".message").first.get_attribute("data-message")
+        page.evaluate("document.querySelector('.scroller').scrollTop = 0")
+        expect(page.locator(".message")).to_have_count(count)
+        expect(page.locator(f"[data-message='{first}']")).to_be_in_viewport()
     expect(page.locator(".earlier")).not_to_be_visible()
     expect(page.locator(".conversation")).to_have_count(60)
     page.get_by_role("button", name="Show all").click()

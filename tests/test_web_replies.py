@@ -10,13 +10,15 @@ import pytest
 from serving import idle, until
 from web_chat import LONG, SHORT, endless_llm
 
+from openk3.serve.web.records import Attachment, ConversationBusyError, Message
 from openk3.serve.web.replies import Event, ModelNotReadyError, Replies
-from openk3.serve.web.store import Attachment, ConversationBusyError, Message, Store
+from openk3.serve.web.store import Store
+from openk3.serve.web.toolbox import Toolbox
 
 
 @pytest.fixture
 async def replies(tmp_path: Path) -> AsyncIterator[Replies]:
-    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm)
+    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm, Toolbox({}))
     yield replies
     await replies.close()
     replies.store.close()
@@ -109,6 +111,8 @@ async def test_regenerate_and_edit_answer_anew(replies: Replies) -> None:
     await finished(replies, chat)
     assert replies.store.messages(chat)[0].content == "one, better"
     assert len(replies.store.messages(chat)) == 2
+    replies.select(chat, first.id)
+    assert [m.content for m in replies.messages(chat)][::2] == ["one", "two"]
 
 
 async def test_delete_in_mid_stream(replies: Replies) -> None:
@@ -149,7 +153,7 @@ async def test_a_prompt_beyond_the_context_fails_with_a_sentence(replies: Replie
 
 
 async def test_before_the_model_is_there_nothing_is_stored(replies: Replies) -> None:
-    waiting = Replies(replies.store, lambda: None)
+    waiting = Replies(replies.store, lambda: None, Toolbox({}))
     chat = replies.store.create("c", SHORT).id
     attempts = (lambda: waiting.send(chat, "hello"), lambda: waiting.regenerate(chat), lambda: waiting.edit(1, "x"))
     for attempt in attempts:

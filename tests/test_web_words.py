@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from openk3.chat.messages import validate_messages
 from openk3.serve.web.prompt import model_messages
+from openk3.serve.web.records import Attachment, Message
 from openk3.serve.web.render import StreamingMarkdown, render_blocks
 from openk3.serve.web.settings import FIELDS, SYSTEM_PROMPT_LIMIT, ChatSettings
-from openk3.serve.web.store import Attachment, Message
 from openk3.serve.web.theme import ASSETS
-from openk3.serve.web.uploads import MAX_FILE_BYTES, UploadError, clean_name, read_text_file
+from openk3.serve.web.uploads import MAX_FILE_BYTES, UploadError, clean_name, read_file
 
 # settings
 
@@ -75,12 +75,12 @@ def test_the_engine_takes_every_setting_the_page_allows() -> None:
 )
 def test_refused_files_say_why(data: bytes, message: str) -> None:
     with pytest.raises(UploadError) as error:
-        read_text_file("/home/me/a.txt", data)
+        read_file("/home/me/a.txt", data)
     assert str(error.value).startswith(message)
 
 
 def test_text_files_are_decoded() -> None:
-    assert read_text_file("n.md", b"\xef\xbb\xbfone\r\ntwo\r\xe4\xb8\xad") == Attachment("n.md", "one\ntwo\n中")
+    assert read_file("n.md", b"\xef\xbb\xbfone\r\ntwo\r\xe4\xb8\xad") == Attachment("n.md", "one\ntwo\n中")
 
 
 def test_names_are_fit_to_show() -> None:

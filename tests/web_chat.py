@@ -19,8 +19,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from conftest import random_model
 from openk3.config import preset
 from openk3.serve.app import create_app
+from openk3.serve.web.records import Conversation, Message
 from openk3.serve.web.settings import ChatSettings
-from openk3.serve.web.store import Conversation, Message, Store
+from openk3.serve.web.store import Store
 
 if TYPE_CHECKING:
     from openk3.llm import LLM

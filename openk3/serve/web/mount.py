@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from nicegui import core, ui
 
+from openk3.serve.metrics import Metrics
 from openk3.serve.web.gate import SCOPE_KEY, Gate
 from openk3.serve.web.page import ChatPage
 from openk3.serve.web.replies import Replies
 from openk3.serve.web.store import Store
 from openk3.serve.web.theme import LOGO, PRIMARY
+from openk3.serve.web.toolbox import Toolbox
+from openk3.serve.web.usage_page import Sources, UsagePage
+from openk3.serve.web.words import words_for
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -36,12 +40,13 @@ class WebChat:
     store_path: Path
     get_llm: Callable[[], LLM | None]
     load_error: Callable[[], str | None]
+    metrics: Metrics
     replies: Replies | None = None
 
     def open(self) -> None:
         store = Store(self.store_path)
         store.recover()
-        self.replies = Replies(store, self.get_llm)
+        self.replies = Replies(store, self.get_llm, Toolbox({}))
 
     async def close(self) -> None:
         if self.replies is not None:
@@ -55,6 +60,7 @@ def mount(
     get_llm: Callable[[], LLM | None],
     store_path: Path,
     *,
+    metrics: Metrics,
     load_error: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Serve the web chat at ``/`` of `app`. Call it after all other routes are registered: it takes what they leave.
@@ -63,6 +69,7 @@ def mount(
         app: the application; its start-up opens the store, its shutdown stops replies and closes it.
         get_llm: returns the model, or None while it loads.
         store_path: SQLite file of the conversations, created if missing.
+        metrics: the server's, for the page at ``/usage``.
         load_error: returns a sentence for the user if the model could not be loaded, else None.
 
     Raises:
@@ -70,7 +77,7 @@ def mount(
     """
     # NiceGUI looks at every object of the process for its server, and torch has deprecated ones among them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"nicegui\.")
-    chat = WebChat(store_path, get_llm, load_error)
+    chat = WebChat(store_path, get_llm, load_error, metrics)
     _define_pages()
     # First, so that it answers in place of the bare mount that run_with() adds behind it.
     app.mount("/", Gate(core.app, chat), name="web")
@@ -101,11 +108,19 @@ def _define_pages() -> None:
     def chat(request: Request, conversation_id: str) -> None:
         _build(request, conversation_id)
 
+    @ui.page("/usage")
+    def usage(request: Request) -> None:
+        chat: WebChat = request.scope[SCOPE_KEY]
+        assert chat.replies is not None, "pages are served between start-up and shutdown"
+        sources = Sources(chat.get_llm, chat.metrics, chat.replies.store)
+        UsagePage(words_for(request.headers, request.cookies), sources)
+
 
 def _build(request: Request, conversation_id: str | None) -> None:
     chat: WebChat = request.scope[SCOPE_KEY]
     assert chat.replies is not None, "pages are served between start-up and shutdown"
-    ChatPage(chat.replies, conversation_id, chat.load_error)
+    words = words_for(request.headers, request.cookies)
+    ChatPage(words, chat.replies, conversation_id, chat.load_error)
 
 
 def _open_and_close_with(app: FastAPI, chat: WebChat) -> None:

@@ -12,24 +12,30 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from openk3.serve.access import log_failure
-from openk3.serve.web.prompt import model_messages
+from openk3.serve.web.prompt import model_messages, reply_messages
+from openk3.serve.web.records import Attachment, ConversationGoneError, Message, StoreError
+from openk3.serve.web.running import Running
 from openk3.serve.web.settings import ChatSettings
-from openk3.serve.web.store import Attachment, ConversationGoneError, Message, ReplyStats, Status, Store, StoreError
+from openk3.serve.web.store import Store
+from openk3.serve.web.toolbox import Tool, Toolbox, run_call
+from openk3.serve.web.words import EN, SpokenError
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
-    from openk3.responses import AsyncStream, Piece
+    from openk3.responses import AsyncStream
 
 log = logging.getLogger("openk3.serve")
 
 SAVE_INTERVAL_S = 1.0
 PUBLISH_INTERVAL_S = 0.08
+MAX_ROUNDS = 8
 
 Change = Literal["list", "thread", "reply"]
+Verdict = Literal["allow", "always", "deny"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,59 +50,21 @@ class Event:
 Listener = Callable[[Event], None]
 
 
-class ModelNotReadyError(Exception):
+class ModelNotReadyError(SpokenError):
     """A reply was asked for before the model had loaded."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A reply on its way: `reply` is how far it has come, `stream` is None while the prompt is being tokenized."""
-
-    reply: Message
-    stats: ReplyStats
-    task: asyncio.Task[None] = field(init=False)
-    stream: AsyncStream | None = None
-    started: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-
-    def take(self, piece: Piece) -> None:
-        """Add what has arrived."""
-        if self.first_token is None and piece.token_ids:
-            self.first_token = time.monotonic()
-        stats = replace(self.stats, completion_tokens=self.stats.completion_tokens + len(piece.token_ids))
-        if piece.finish_reason is not None:
-            stats = replace(stats, finish_reason=piece.finish_reason)
-        if piece.usage is not None:
-            usage = piece.usage
-            stats = replace(
-                stats,
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                completion_tokens=usage.completion_tokens,
-            )
-        if piece.timings is not None and self.first_token is not None:
-            speed = piece.timings.tokens_per_second or None  # 0 stands for replies too short to have a speed
-            stats = replace(stats, ttft_s=piece.timings.ttft_s, tokens_per_second=speed)
-        self.stats = stats
-        self.reply = replace(self.reply, content=self.reply.content + piece.text)
-
-    def end(self, status: Status, error: str = "") -> None:
-        """Settle how it ended; what the engine did not report is filled in from the clock here."""
-        if self.first_token is not None and self.stats.ttft_s is None:
-            rest = self.stats.completion_tokens - 1
-            speed = rest / max(time.monotonic() - self.first_token, 1e-6) if rest > 0 else None
-            self.stats = replace(self.stats, ttft_s=self.first_token - self.started, tokens_per_second=speed)
-        stats = self.stats if self.first_token is not None else None
-        self.reply = replace(self.reply, status=status, error=error, stats=stats)
-
-
 class Replies:
-    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns."""
+    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns.
 
-    def __init__(self, store: Store, get_llm: Callable[[], LLM | None]) -> None:
+    `toolbox` holds what a conversation's settings can switch on.
+    """
+
+    def __init__(self, store: Store, get_llm: Callable[[], LLM | None], toolbox: Toolbox) -> None:
         self.store = store
         self.get_llm = get_llm
-        self._running: dict[str, _Running] = {}
+        self.toolbox = toolbox
+        self._running: dict[str, Running] = {}
         self._listeners: list[Listener] = []
         self._closing = False
 
@@ -121,7 +89,7 @@ class Replies:
                 log_failure("a chat page", error)
 
     def messages(self, conversation_id: str) -> list[Message]:
-        """The stored messages, with the running reply as far as it has come."""
+        """The messages of the branch that is shown, with the running reply as far as it has come."""
         running = self._running.get(conversation_id)
         messages = self.store.messages(conversation_id)
         return [running.reply if running and running.reply.id == m.id else m for m in messages]
@@ -137,15 +105,33 @@ class Replies:
         llm = self._ready_llm()
         self._start(llm, self.store.begin_turn(conversation_id, text, attachments))
 
-    def regenerate(self, conversation_id: str) -> None:
-        """Replace the last reply by a new one. Raises `ModelNotReadyError` and what `Store.begin_again` raises."""
+    def regenerate(self, conversation_id: str, reply_id: int | None = None) -> None:
+        """Answer anew, beside `reply_id` or the last reply. Raises `ModelNotReadyError` and as `Store.begin_again`."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_again(conversation_id))
+        self._start(llm, self.store.begin_again(conversation_id, reply_id))
 
     def edit(self, message_id: int, text: str) -> None:
-        """Change a user message, drop what follows and answer anew. Raises as `send`."""
+        """Ask another version of a user message. Raises `ModelNotReadyError` and as `Store.begin_edited`."""
         llm = self._ready_llm()
         self._start(llm, self.store.begin_edited(message_id, text))
+
+    def select(self, conversation_id: str, message_id: int) -> None:
+        """Show the branch of a message. Raises as `Store.select`."""
+        self.store.select(message_id)
+        self.publish(Event("thread", conversation_id))
+
+    def decide(self, conversation_id: str, call_id: str, verdict: Verdict) -> None:
+        """Let a call that waits for approval run, this time or from now on, or deny it.
+
+        Raises `ConversationGoneError` if it does not wait any more.
+        """
+        running = self._running.get(conversation_id)
+        if running is None or not running.decide(call_id, verdict != "deny"):
+            raise ConversationGoneError("call_gone")
+        name = running.call(call_id).name
+        conversation = self.store.conversation(conversation_id)
+        if verdict == "always" and conversation is not None:
+            self.store.save_settings(conversation_id, conversation.settings.permitted(name, True))
 
     async def stop(self, conversation_id: str) -> None:
         """Stop the running reply, keeping what is there; no error if none runs."""
@@ -160,6 +146,11 @@ class Replies:
     def rename(self, conversation_id: str, title: str) -> None:
         """Rename a conversation. ValueError for an empty title."""
         self.store.rename(conversation_id, title)
+        self.publish(Event("list"))
+
+    def pin(self, conversation_id: str, pinned: bool) -> None:
+        """Keep a conversation at the top of the list, or no longer."""
+        self.store.pin(conversation_id, pinned)
         self.publish(Event("list"))
 
     async def delete(self, conversation_id: str) -> None:
@@ -185,15 +176,15 @@ class Replies:
     def _ready_llm(self) -> LLM:
         llm = self.get_llm()
         if llm is None:
-            raise ModelNotReadyError("The model is still loading. Your text stays here; send it in a moment.")
+            raise ModelNotReadyError("not_ready")
         return llm
 
     def _start(self, llm: LLM, reply: Message) -> None:
         conversation = self.store.conversation(reply.conversation_id)
         if conversation is None:
-            raise ConversationGoneError("This conversation was deleted in the meantime.")
+            raise ConversationGoneError("gone")
         history = [m for m in self.store.messages(reply.conversation_id) if m.id < reply.id]
-        running = _Running(reply, ReplyStats(model=llm.name))
+        running = Running(reply, llm.name)
         running.task = asyncio.get_running_loop().create_task(self._write(llm, conversation.settings, history, running))
         # In a callback, because a task that is cancelled before its first step never enters its body.
         running.task.add_done_callback(lambda _: self._finish(running))
@@ -201,14 +192,19 @@ class Replies:
         self.publish(Event("thread", reply.conversation_id))
         self.publish(Event("list"))
 
-    async def _write(self, llm: LLM, settings: ChatSettings, history: list[Message], running: _Running) -> None:
+    async def _write(self, llm: LLM, settings: ChatSettings, history: list[Message], running: Running) -> None:
         """Write one reply to its end, whatever that is."""
         try:
-            # In a thread, because it tokenizes the whole prompt.
-            stream = await asyncio.to_thread(llm.achat_stream, model_messages(settings, history), **settings.sampling())
-            running.stream = stream
-            async with aclosing(stream):
-                await self._read(stream, running)
+            tools = self.toolbox.offered(settings.tools)
+            files = [file for message in history for file in message.attachments]
+            for _ in range(MAX_ROUNDS):
+                await self._one_round(llm, settings, history, tools, running)
+                if running.stats.finish_reason != "tool_calls":
+                    break
+                await self._run_calls(running, {tool.name: tool for tool in tools}, files)
+            else:
+                running.end("failed", EN.say("too_many_rounds", count=MAX_ROUNDS))
+                return
             stopped = running.stats.finish_reason == "cancelled"
             running.end("complete" if not stopped else "interrupted" if llm.loop.closed else "stopped")
         except asyncio.CancelledError:
@@ -219,10 +215,24 @@ class Replies:
             running.end("failed", str(error))
         except Exception as error:
             log_failure("a reply", error)
-            running.end("failed", "The model could not finish this answer. The server's log says why.")
+            running.end("failed", EN.model_failed)
 
-    async def _read(self, stream: AsyncStream, running: _Running) -> None:
-        saved = published = running.started
+    async def _one_round(
+        self, llm: LLM, settings: ChatSettings, history: list[Message], tools: list[Tool], running: Running
+    ) -> None:
+        """Let the model write until it has answered or waits for the results of its calls."""
+        running.begin_round()
+        messages = model_messages(settings, history) + reply_messages(running.reply)
+        definitions = [dict(tool.definition) for tool in tools] or None
+        # In a thread, because it tokenizes the whole prompt.
+        stream = await asyncio.to_thread(llm.achat_stream, messages, tools=definitions, **settings.sampling())
+        running.stream = stream
+        async with aclosing(stream):
+            await self._read(stream, running)
+        running.stream = None
+
+    async def _read(self, stream: AsyncStream, running: Running) -> None:
+        saved = published = time.monotonic()
         async for piece in stream:
             running.take(piece)
             now = time.monotonic()
@@ -233,9 +243,36 @@ class Replies:
                 saved = now
                 if not self.store.save_reply(running.reply):
                     log.info("a reply was deleted while it was written; stopping it")
-                    return
+                    raise asyncio.CancelledError
 
-    def _finish(self, running: _Running) -> None:
+    async def _run_calls(self, running: Running, tools: dict[str, Tool], files: list[Attachment]) -> None:
+        """Run the calls of the round one after the other, each when it is allowed."""
+        for call in running.open_calls():
+            self._show(running)
+            if not await self._allowed(running, call.id, call.name):
+                running.settle(call.id, status="denied", result="The user does not want this call to be made.")
+                continue
+            running.settle(call.id, status="running")
+            self._show(running)
+            started = time.monotonic()
+            result, good = await run_call(tools.get(call.name), call.arguments, files)
+            seconds = time.monotonic() - started
+            running.settle(call.id, status="done" if good else "failed", result=result, seconds=seconds)
+        self._show(running)
+
+    async def _allowed(self, running: Running, call_id: str, name: str) -> bool:
+        # Read again each time: "always" may have been said a moment ago, for an earlier call.
+        conversation = self.store.conversation(running.reply.conversation_id)
+        if conversation is not None and name in conversation.settings.allowed:
+            return True
+        return await running.ask(call_id)
+
+    def _show(self, running: Running) -> None:
+        """Save a running reply and show it."""
+        self.store.save_reply(running.reply)
+        self.publish(Event("reply", running.reply.conversation_id, running.reply))
+
+    def _finish(self, running: Running) -> None:
         """Save the final state of a reply and tell everybody."""
         if running.reply.status == "streaming":
             running.end("stopped")

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import unicodedata
 
-from openk3.serve.web.store import Attachment
+from openk3.serve.web.records import Attachment
+from openk3.serve.web.words import Phrase, SpokenError
 
 MAX_FILE_BYTES = 1_048_576
 MAX_FILES = 8
 MAX_NAME_LENGTH = 80
 
 _BINARY_SIGNATURES = {
-    b"%PDF-": "a PDF",
-    b"PK\x03\x04": "a zip archive or office document",
-    b"\x89PNG": "an image",
-    b"\xff\xd8\xff": "an image",
-    b"GIF8": "an image",
-    b"\x1f\x8b": "a compressed file",
-    b"\x7fELF": "a program",
+    b"%PDF-": Phrase("a_pdf"),
+    b"PK\x03\x04": Phrase("an_office_file"),
+    b"\x89PNG": Phrase("an_image"),
+    b"\xff\xd8\xff": Phrase("an_image"),
+    b"GIF8": Phrase("an_image"),
+    b"\x1f\x8b": Phrase("a_compressed_file"),
+    b"\x7fELF": Phrase("a_program"),
 }
 
 
-class UploadError(ValueError):
+class UploadError(SpokenError, ValueError):
     """A file that cannot be attached; the text says why and what would work."""
 
 
@@ -49,28 +50,26 @@ def readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**2:.1f} MB"
 
 
-def read_text_file(name: str, data: bytes) -> Attachment:
+def read_file(name: str, data: bytes) -> Attachment:
     """Decode an uploaded file. Raises `UploadError` for empty, oversized, binary or non-UTF-8 content."""
     name = clean_name(name)
     if not data.strip():
-        raise UploadError(f"“{name}” is empty.")
+        raise UploadError("file_empty", name=name)
     if len(data) > MAX_FILE_BYTES:
-        raise UploadError(too_large(name, len(data)))
+        raise too_large(name, len(data))
     for signature, kind in _BINARY_SIGNATURES.items():
         if data.startswith(signature):
-            raise UploadError(f"“{name}” is {kind}. Attach plain text instead, such as .txt, .md, .csv or source code.")
+            raise UploadError("file_is", name=name, kind=kind)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UploadError(f"“{name}” is not UTF-8 text. Save it as UTF-8 and attach it again.") from None
+        raise UploadError("file_not_utf8", name=name) from None
     if "\0" in text:
-        raise UploadError(
-            f"“{name}” is a binary file. Attach plain text instead, such as .txt, .md, .csv or source code."
-        )
+        raise UploadError("file_binary", name=name)
     return Attachment(name, text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def too_large(name: str, num_bytes: int) -> str:
-    """The sentence for a file over the limit."""
+def too_large(name: str, num_bytes: int) -> UploadError:
+    """The error for a file over the limit."""
     size, limit = readable_size(num_bytes), readable_size(MAX_FILE_BYTES)
-    return f"“{clean_name(name)}” is too large ({size}). The limit is {limit} per file."
+    return UploadError("file_too_large", name=clean_name(name), size=size, limit=limit)
