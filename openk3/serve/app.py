@@ -12,20 +12,25 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
-from openk3.serve import chat, completions, errors, status
+from openk3.serve import chat, completions, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
+from openk3.serve.anthropic import messages
 from openk3.serve.limits import BodyLimit, HostCheck
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
+from openk3.serve.responses import routes as responses
+from openk3.serve.responses.store import ResponseStore
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ def create_app(
     model_name: str,
     web: bool = True,
     store_path: Path | None = None,
+    responses_path: Path | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     allowed_hosts: Iterable[str] = (),
     owns_model: bool = True,
@@ -55,6 +61,7 @@ def create_app(
         model_name: the model id in the API.
         web: serve the web workspace at ``/`` too.
         store_path: SQLite file of the web workspace's conversations; None: in the cache directory.
+        responses_path: SQLite file of stored responses; None: in the cache directory.
         max_body_bytes: a request body of more bytes is refused with 413.
         allowed_hosts: host names, besides the loopback, that requests may be addressed to and web pages may come from;
             ``"*"`` for any.
@@ -67,18 +74,26 @@ def create_app(
         slot.start()
         yield
         slot.close()
+        app.state.responses.close()
 
     # No generated documentation pages: they load scripts from foreign servers.
     app = FastAPI(title="OpenK3", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     slot = ModelSlot(app.state, model_name, loader, owns_model=owns_model)
     app.state.slot = slot
     app.state.metrics = metrics
+    app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     metrics.watch(lambda: slot.llm)
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    parts = (chat.router, completions.router, status.router)
-    for router in (*parts, status.fallback_router([route for part in parts for route in part.routes])):
+    parts = (
+        *(chat.router, completions.router, responses.router, messages.router, tokens.router),
+        *(status.router, openapi.router),
+    )
+    routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
+    app.state.openapi = cache(lambda: openapi.document("OpenK3", __version__, routes))
+    app.state.api_routes = routes
+    for router in (*parts, status.fallback_router(routes)):
         app.include_router(router)
     if web:
         from openk3.serve.web import mount
@@ -89,7 +104,7 @@ def create_app(
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(HostCheck, allowed_hosts=tuple(allowed_hosts))
-    app.add_middleware(Access, metrics=metrics)
+    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(route.path_format for route in routes))
     return app
 
 

@@ -123,17 +123,24 @@ class Generation:
         for handle in self._handles:
             handle.cancel()
 
-    def usage(self) -> dict[str, Any]:
-        """Return the API's usage object. A prompt counts once, however many choices it has."""
+    def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
+        """Return the API's usage object. A prompt counts once, however many choices it has.
+
+        Args:
+            reasoning_tokens: how many of a chat's tokens were reasoning, as its parsers count them.
+        """
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._per_prompt])
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
     def _submit(self, index: int) -> None:
         prompt, number = divmod(index, self._per_prompt)
@@ -141,8 +148,9 @@ class Generation:
         try:
             params = SamplingParams(**self._sampling, seed=seed)
             if self._turn is not None:
-                params = self._turn.sampling(params)
-            handle = self._llm.loop.submit(self.prompts[prompt], params, priority=self._priority)
+                handle = self._turn.submit(self._llm.loop, params, priority=self._priority)
+            else:
+                handle = self._llm.loop.submit(self.prompts[prompt], params, priority=self._priority)
         except ValueError as error:  # what only the engine can tell, such as a bias for a token beyond the vocabulary
             field = re.match(r"\w+", str(error))
             param = field.group() if field and field.group() in SamplingBody.model_fields else None

@@ -134,9 +134,9 @@ class BodyLimit:
 
 async def respond_and_drain(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer `error` before the body is read, then throw the rest of the body away as it comes, for a short while."""
-    response = error.response()
+    response = error.response(scope)
     response.headers["Connection"] = "close"
-    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     try:
         async with asyncio.timeout(_LINGER_S):

@@ -17,7 +17,8 @@ _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
 )
-
+# Which may be written as 2.0, and that the compiler does not read.
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 
 # What llguidance takes grows with the square of some of these.
 _MOST_SUBSCHEMAS = 2_000
@@ -27,8 +28,8 @@ _MOST_VALUES = 20_000  # numbers, texts, arrays, objects, and so on, in the whol
 _TOO_DEEP = "the JSON schema is nested too deeply: flatten it, or use $ref and $defs"
 
 
-def check_schema(source: str) -> dict[str, Any]:
-    """The JSON Schema that `source` is.
+def check_schema(source: str, lenient: bool = False) -> dict[str, Any]:
+    """The JSON Schema that `source` is. `lenient`: the compiler leaves out what it does not keep, and so does this.
 
     Raises:
         ValueError: it is not JSON, not a schema, too large, or asks for what the grammar would not keep; the message
@@ -55,7 +56,8 @@ def check_schema(source: str) -> dict[str, Any]:
     if problem is not None:
         raise ValueError(f"the JSON schema is malformed at {problem.json_path}: {_cut(problem.message)}")
     for part in _subschemas(schema):
-        _check_part(part)
+        _check_part(part, lenient)
+        part |= {key: int(part[key]) for key in _COUNTS & part.keys() if isinstance(part[key], float)}
     return schema
 
 
@@ -100,13 +102,15 @@ def _patterns(schema: dict[str, Any]) -> dict[str, Any]:
     return patterns if isinstance(patterns, dict) else {}
 
 
-def _check_part(schema: dict[str, Any]) -> None:
+def _check_part(schema: dict[str, Any], lenient: bool) -> None:
     if "x-guidance" in schema:  # would let a schema switch off its own enforcement
         raise ValueError("the JSON schema has the keyword x-guidance, which is not supported: remove it")
     # The grammar counts the members of an object and not their names, and lets the names that no property lists repeat.
     required = schema.get("required")
     least, named = schema.get("minProperties", 0), len(required) if isinstance(required, list) else 0
-    if least > named + 1:
+    if least > named + 1 and lenient:
+        schema["minProperties"] = named + 1
+    elif least > named + 1:
         raise ValueError(
             f"the JSON schema has the keyword minProperties with the value {least}, which is supported up to one more "
             f"than the number of required properties ({named}): lower it, or name the properties in required"

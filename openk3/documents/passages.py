@@ -1,0 +1,83 @@
+"""A text cut into passages: the pieces that a search finds, each with its place.
+
+A passage is some paragraphs under one heading and on one page, together up to `TARGET` characters; a paragraph that is
+longer is cut where a sentence ends. Its text is exactly ``document.text[start:end]``.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from openk3.documents.text import Document
+
+TARGET = 800
+LONGEST = 1200
+
+_LINE = re.compile(r"[^\n\f]+")
+_HEADING = re.compile(r"#{1,6} +(\S[^\n]{0,200})")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？；])|\n")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of a text: where it is, the page (from 1) if there are pages, and the heading that it stands under."""
+
+    start: int
+    end: int
+    page: int | None
+    heading: str
+
+
+def passages(document: Document) -> Iterator[Passage]:
+    """Cut a document into passages, in order."""
+    text = document.text
+    starts = document.page_starts
+    heading, open_ = "", None  # the passage that may still grow
+    for begin, end in _blocks(text):
+        page = bisect_right(starts, begin) if document.format == "pdf" else None
+        title = _HEADING.match(text, begin, end)
+        if title is not None:
+            heading = title.group(1).strip()
+        if open_ is not None:
+            if title is None and open_.page == page and end - open_.start <= TARGET:
+                open_ = Passage(open_.start, end, page, heading)
+                continue
+            yield open_
+        open_ = Passage(begin, end, page, heading)
+    if open_ is not None:
+        yield open_
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    """Headings, paragraphs, and the pieces of those that are too long."""
+    begin = end = -1  # the paragraph that the lines so far make up
+    for line in _LINE.finditer(text):
+        blank, heading = not line.group().strip(), _HEADING.match(line.group()) is not None
+        if begin >= 0 and (blank or heading or text[line.start() - 1] == "\f"):
+            yield from _pieces(text, begin, end)
+            begin = -1
+        if blank:
+            continue
+        begin = begin if begin >= 0 else line.start() + len(line.group()) - len(line.group().lstrip())
+        end = line.start() + len(line.group().rstrip())
+        if heading:
+            yield begin, end
+            begin = -1
+    if begin >= 0:
+        yield from _pieces(text, begin, end)
+
+
+def _pieces(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    while end - begin > LONGEST:
+        first, last = begin + TARGET // 2, begin + LONGEST
+        ends = [match.end() for match in _SENTENCE_END.finditer(text, first, last)]
+        cut = ends[-1] if ends else text.rfind(" ", first, last) + 1 or last
+        yield begin, begin + len(text[begin:cut].rstrip())
+        while cut < end and text[cut].isspace():
+            cut += 1
+        begin = cut
+    if begin < end:
+        yield begin, end
