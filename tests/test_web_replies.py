@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from serving import idle, until
-from web_chat import LONG, SHORT, endless_llm
+from web_chat import LONG, SHORT, endless_llm, happens
 
 from openk3.serve.web.records import Attachment, ConversationBusyError, Message
 from openk3.serve.web.replies import Event, ModelNotReadyError, Replies
 from openk3.serve.web.store import Store
-from openk3.serve.web.toolbox import Toolbox
 
 
 @pytest.fixture
 async def replies(tmp_path: Path) -> AsyncIterator[Replies]:
-    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm, Toolbox({}))
+    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm)
     yield replies
     await replies.close()
     replies.store.close()
     await asyncio.to_thread(until, lambda: idle(endless_llm()))
-
-
-async def happens(replies: Replies, condition: Callable[[], object]) -> None:
-    """Wait until `condition`, which may change with any event, holds."""
-    changed = asyncio.Event()
-    unsubscribe = replies.subscribe(lambda event: changed.set())
-    async with asyncio.timeout(60):
-        while not condition():
-            await changed.wait()
-            changed.clear()
-    unsubscribe()
 
 
 async def finished(replies: Replies, conversation_id: str) -> Message:
@@ -153,7 +141,7 @@ async def test_a_prompt_beyond_the_context_fails_with_a_sentence(replies: Replie
 
 
 async def test_before_the_model_is_there_nothing_is_stored(replies: Replies) -> None:
-    waiting = Replies(replies.store, lambda: None, Toolbox({}))
+    waiting = Replies(replies.store, lambda: None)
     chat = replies.store.create("c", SHORT).id
     attempts = (lambda: waiting.send(chat, "hello"), lambda: waiting.regenerate(chat), lambda: waiting.edit(1, "x"))
     for attempt in attempts:

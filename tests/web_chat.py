@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from conftest import random_model
 from openk3.config import preset
 from openk3.serve.app import create_app
 from openk3.serve.web.records import Conversation, Message
+from openk3.serve.web.replies import Replies
 from openk3.serve.web.settings import ChatSettings
 from openk3.serve.web.store import Store
 
@@ -89,3 +91,14 @@ def served_chat(store_path: Path, llm: LLM | None = None, name: str = "debug") -
             yield Chat(url, app, store)
         finally:
             store.close()
+
+
+async def happens(replies: Replies, condition: Callable[[], object]) -> None:
+    """Wait until `condition`, which may change with any event, holds."""
+    changed = asyncio.Event()
+    unsubscribe = replies.subscribe(lambda event: changed.set())
+    async with asyncio.timeout(60):
+        while not condition():
+            await changed.wait()
+            changed.clear()
+    unsubscribe()

@@ -14,12 +14,11 @@ from functools import lru_cache
 from openk3.serve.web.markup import Markup, action, element
 from openk3.serve.web.records import Attachment, Message, ReplyStats, Said, Thinking, ToolUse, Work
 from openk3.serve.web.render import StreamingMarkdown, render_blocks
+from openk3.serve.web.toolbox import TOOLS
 from openk3.serve.web.words import EN, ZH, Words
 
 LIVE_THINKING = 4_000  # characters of the reasoning that are shown while it grows
 BRIEF = 60
-
-TOOL_ICONS = {"calculator": "calculate", "datetime": "schedule", "search_documents": "find_in_page"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def thinking_block(part: Thinking, words: Words, live: bool) -> Markup:
 def tool_block(call: ToolUse, words: Words, streaming: bool) -> Markup:
     """A call as a card: what is called, with which arguments, what came back and how long it took."""
     status = call.status if streaming or call.status not in ("asking", "running") else "skipped"
-    name = words.say(f"tool_{call.name}") if call.name in TOOL_ICONS else call.name
+    name = words.say(f"tool_{call.name}") if call.name in TOOLS else call.name
     state = words.say(f"tool_{status}")
     if call.seconds is not None:
         state = (
@@ -215,7 +214,7 @@ def tool_block(call: ToolUse, words: Words, streaming: bool) -> Markup:
         element("span", name, class_="tool-name"),
         element("span", _brief(call.arguments), class_="tool-brief"),
         element("span", state, class_="tool-state"),
-        data_icon=TOOL_ICONS.get(call.name, "build"),
+        data_icon=TOOLS.get(call.name, "build"),
     )
     body = [element("div", words.arguments, class_="tool-label"), _pre(_pretty(call.arguments))]
     if call.result:

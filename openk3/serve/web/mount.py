@@ -23,7 +23,6 @@ from openk3.serve.web.page import ChatPage
 from openk3.serve.web.replies import Replies
 from openk3.serve.web.store import Store
 from openk3.serve.web.theme import LOGO, PRIMARY
-from openk3.serve.web.toolbox import Toolbox
 from openk3.serve.web.usage_page import Sources, UsagePage
 from openk3.serve.web.words import words_for
 
@@ -46,7 +45,7 @@ class WebChat:
     def open(self) -> None:
         store = Store(self.store_path)
         store.recover()
-        self.replies = Replies(store, self.get_llm, Toolbox({}))
+        self.replies = Replies(store, self.get_llm)
 
     async def close(self) -> None:
         if self.replies is not None:

@@ -76,7 +76,7 @@ class ChatPage:
                     icon_button(words.jump, "arrow_downward", script="openk3.pin()", classes="jump")
                 self._composer = Composer(words, self.notify, self._count_tokens)
                 with self._composer.tools_place:
-                    self._tools = ToolPicker(words, self.replies.toolbox, self._switch_tool, self._permit_tool)
+                    self._tools = ToolPicker(words, self._switch_tool, self._permit_tool)
             self._settings = SettingsPanel(words, self._apply_setting, self._reset_settings)
         help_dialog(words)
         with box("div", "drop-hint", aria_hidden="true"):
@@ -127,7 +127,8 @@ class ChatPage:
         set_attributes(self._loading, hidden=True if llm else None, data_kind="error" if error and not llm else None)
         set_attributes(self._progress, hidden=True if error else None)
         if llm is not None:
-            self._model.show_model(Path(llm.name).name.removesuffix(".gguf"), llm.max_model_len)
+            thinks = llm.tokenizer.dialect.marks.thinks
+            self._model.show_model(Path(llm.name).name.removesuffix(".gguf"), llm.max_model_len, thinks)
             self._show_state()
             return True
         seconds = time.monotonic() - self._opened_at

@@ -65,6 +65,7 @@ class Words:
     loading_long: str
     load_failed: str
     context: str
+    context_window: str
     the_model: str
     theme: str
     settings: str
@@ -158,7 +159,6 @@ class Words:
     allow: str
     allow_always: str
     deny: str
-    too_many_rounds: str
 
     # settings
     close_settings: str
@@ -234,15 +234,8 @@ class Words:
     too_many_files: str
     file_empty: str
     file_too_large: str
-    file_is: str
-    file_not_utf8: str
-    file_binary: str
+    file_too_long: str
     file_unreadable: str
-    a_pdf: str
-    an_office_file: str
-    an_image: str
-    a_compressed_file: str
-    a_program: str
     setting_number: str
     setting_number_or_empty: str
     setting_range: str

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from nicegui import events, ui
 
 from openk3.serve.web.settings import EFFORTS, ChatSettings
-from openk3.serve.web.toolbox import Toolbox
+from openk3.serve.web.toolbox import TOOLS
 from openk3.serve.web.widgets import Text, box, set_attributes
 from openk3.serve.web.words import Words
 
@@ -31,7 +31,7 @@ class ModelPicker:
             "div", "menu model-menu", id="model-menu", popover="auto", role="dialog", aria_label=words.model
         )
 
-    def show_model(self, name: str, context_tokens: int, knows_effort: bool = False) -> None:
+    def show_model(self, name: str, context_tokens: int, knows_effort: bool) -> None:
         """Show which model answers and how many tokens it can look back on."""
         self._name.set_text(name)
         self._context.set_text(self._words.say("context", size=_short(context_tokens)))
@@ -40,7 +40,7 @@ class ModelPicker:
         with self._menu, box("dl", "model-card", aria_label=self._words.model):
             Text("dt", self._words.model)
             Text("dd", name)
-            Text("dt", self._words.context_used.split(" ")[0])
+            Text("dt", self._words.context_window)
             Text("dd", self._words.say("tokens", count=context_tokens))
         with self._menu:
             self._form = box("div", "effort")
@@ -68,16 +68,13 @@ class ModelPicker:
 class ToolPicker:
     """The button with the number of tools that are on, and what it opens: a switch for each."""
 
-    def __init__(
-        self, words: Words, toolbox: Toolbox, switch: Callable[[str, bool], None], permit: Callable[[str, bool], None]
-    ) -> None:
+    def __init__(self, words: Words, switch: Callable[[str, bool], None], permit: Callable[[str, bool], None]) -> None:
         self._words = words
-        self._toolbox = toolbox
         self._switch = switch
         self._permit = permit
         self._shown: object = None
         chip = box("button", "tools-chip", type="button", popovertarget="tools-menu", aria_haspopup="dialog")
-        set_attributes(chip, data_icon="handyman", title=words.tools, hidden=None if toolbox.tools else True)
+        set_attributes(chip, data_icon="handyman", title=words.tools)
         with chip:
             self._label = Text("span", words.tools)
         self._chip = chip
@@ -87,7 +84,7 @@ class ToolPicker:
 
     def show(self, settings: ChatSettings) -> None:
         """Show which tools are on in the open conversation, and which of them run without a question."""
-        names = [tool.name for tool in self._toolbox.offered(settings.tools)]
+        names = [name for name in TOOLS if name in settings.tools]
         self._label.set_text(f"{self._words.tools} · {len(names)}" if names else self._words.tools)
         set_attributes(self._chip, data_on="true" if names else None)
         if (settings.tools, settings.allowed) == self._shown:
@@ -96,8 +93,8 @@ class ToolPicker:
         self._menu.clear()
         with self._menu:
             Text("p", self._words.tools_help, "help")
-            for tool in self._toolbox.tools.values():
-                self._row(tool.name, settings)
+            for name in TOOLS:
+                self._row(name, settings)
 
     def _row(self, name: str, settings: ChatSettings) -> None:
         words = self._words

@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from openk3.agents.tools.search_documents import NAME as SEARCH
 from openk3.serve.web.records import Attachment, Message, Said, Thinking, ToolUse
 from openk3.serve.web.settings import ChatSettings
 
-SEARCH_TOOL = "search_documents"
 LONG_FILE = 6_000  # characters; shorter ones are cheaper read than searched
 
 
 def file_block(attachment: Attachment, searchable: bool = False) -> str:
     """One attached file as the model sees it: its name and its text between fences."""
     if searchable and len(attachment.text) > LONG_FILE:
-        return f"File `{attachment.name}`: {len(attachment.text)} characters. Look things up in it with {SEARCH_TOOL}."
+        return f"File `{attachment.name}`: {len(attachment.text)} characters. Look things up in it with {SEARCH}."
     longest = max((len(run) for run in re.findall(r"`{3,}", attachment.text)), default=2)
     fence = "`" * (longest + 1)
     return f"File `{attachment.name}`:\n{fence}\n{attachment.text.rstrip(chr(10))}\n{fence}"
@@ -44,7 +44,7 @@ def model_messages(settings: ChatSettings, messages: Iterable[Message]) -> list[
     for message in messages:
         if message.role == "assistant":
             turns += reply_messages(message)
-        elif content := user_text(message, SEARCH_TOOL in settings.tools):
+        elif content := user_text(message, SEARCH in settings.tools):
             if turns and turns[-1]["role"] == "user":
                 turns[-1] = {"role": "user", "content": f"{turns[-1]['content']}\n\n{content}"}
             else:

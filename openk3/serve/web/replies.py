@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from openk3.agents.calls import FinishedCall, run_calls
+from openk3.agents.rounds import Rounds
+from openk3.agents.tools.tool import Tool
+from openk3.chat.reply import ToolCall
 from openk3.serve.access import log_failure
-from openk3.serve.web.prompt import model_messages, reply_messages
+from openk3.serve.web.prompt import model_messages
 from openk3.serve.web.records import Attachment, ConversationGoneError, Message, StoreError
 from openk3.serve.web.running import Running
 from openk3.serve.web.settings import ChatSettings
 from openk3.serve.web.store import Store
-from openk3.serve.web.toolbox import Tool, Toolbox, run_call
+from openk3.serve.web.toolbox import tools_for
 from openk3.serve.web.words import EN, SpokenError
 
 if TYPE_CHECKING:
@@ -32,7 +36,6 @@ log = logging.getLogger("openk3.serve")
 
 SAVE_INTERVAL_S = 1.0
 PUBLISH_INTERVAL_S = 0.08
-MAX_ROUNDS = 8
 
 Change = Literal["list", "thread", "reply"]
 Verdict = Literal["allow", "always", "deny"]
@@ -55,15 +58,11 @@ class ModelNotReadyError(SpokenError):
 
 
 class Replies:
-    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns.
+    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns."""
 
-    `toolbox` holds what a conversation's settings can switch on.
-    """
-
-    def __init__(self, store: Store, get_llm: Callable[[], LLM | None], toolbox: Toolbox) -> None:
+    def __init__(self, store: Store, get_llm: Callable[[], LLM | None]) -> None:
         self.store = store
         self.get_llm = get_llm
-        self.toolbox = toolbox
         self._running: dict[str, Running] = {}
         self._listeners: list[Listener] = []
         self._closing = False
@@ -195,16 +194,7 @@ class Replies:
     async def _write(self, llm: LLM, settings: ChatSettings, history: list[Message], running: Running) -> None:
         """Write one reply to its end, whatever that is."""
         try:
-            tools = self.toolbox.offered(settings.tools)
-            files = [file for message in history for file in message.attachments]
-            for _ in range(MAX_ROUNDS):
-                await self._one_round(llm, settings, history, tools, running)
-                if running.stats.finish_reason != "tool_calls":
-                    break
-                await self._run_calls(running, {tool.name: tool for tool in tools}, files)
-            else:
-                running.end("failed", EN.say("too_many_rounds", count=MAX_ROUNDS))
-                return
+            await self._converse(llm, settings, history, running)
             stopped = running.stats.finish_reason == "cancelled"
             running.end("complete" if not stopped else "interrupted" if llm.loop.closed else "stopped")
         except asyncio.CancelledError:
@@ -217,19 +207,29 @@ class Replies:
             log_failure("a reply", error)
             running.end("failed", EN.model_failed)
 
-    async def _one_round(
-        self, llm: LLM, settings: ChatSettings, history: list[Message], tools: list[Tool], running: Running
-    ) -> None:
-        """Let the model write until it has answered or waits for the results of its calls."""
-        running.begin_round()
-        messages = model_messages(settings, history) + reply_messages(running.reply)
-        definitions = [dict(tool.definition) for tool in tools] or None
-        # In a thread, because it tokenizes the whole prompt.
-        stream = await asyncio.to_thread(llm.achat_stream, messages, tools=definitions, **settings.sampling())
-        running.stream = stream
-        async with aclosing(stream):
-            await self._read(stream, running)
-        running.stream = None
+    async def _converse(self, llm: LLM, settings: ChatSettings, history: list[Message], running: Running) -> None:
+        """Let the model write, run what it calls, and let it write again, until it has answered."""
+        files = [file for message in history for file in message.attachments]
+        box = await asyncio.to_thread(tools_for, settings.tools, files)
+        options: dict[str, Any] = {"reasoning_effort": settings.effort or None, **settings.sampling()}
+        before = model_messages(settings, history)
+        rounds = Rounds()
+        goes_on = True
+        while goes_on:
+            if box:
+                options["tools"] = [tool.definition for tool in box.values()]
+                options["tool_choice"] = "none" if rounds.must_answer else "auto"
+            running.begin_round()
+            # In a thread, because it tokenizes the whole prompt.
+            stream = await asyncio.to_thread(llm.achat_stream, before + rounds.messages, **options)
+            running.stream = stream
+            async with aclosing(stream):
+                await self._read(stream, running)
+            running.stream = None
+            calls = rounds.add_reply(running.said, running.stats.finish_reason or "stop")
+            if goes_on := rounds.goes_on:
+                rounds.add_results(await self._run_calls(running, calls, box))
+                running.tell(rounds.messages)
 
     async def _read(self, stream: AsyncStream, running: Running) -> None:
         saved = published = time.monotonic()
@@ -245,27 +245,30 @@ class Replies:
                     log.info("a reply was deleted while it was written; stopping it")
                     raise asyncio.CancelledError
 
-    async def _run_calls(self, running: Running, tools: dict[str, Tool], files: list[Attachment]) -> None:
-        """Run the calls of the round one after the other, each when it is allowed."""
-        for call in running.open_calls():
-            self._show(running)
-            if not await self._allowed(running, call.id, call.name):
-                running.settle(call.id, status="denied", result="The user does not want this call to be made.")
-                continue
-            running.settle(call.id, status="running")
-            self._show(running)
-            started = time.monotonic()
-            result, good = await run_call(tools.get(call.name), call.arguments, files)
-            seconds = time.monotonic() - started
-            running.settle(call.id, status="done" if good else "failed", result=result, seconds=seconds)
+    async def _run_calls(self, running: Running, calls: list[ToolCall], box: dict[str, Tool]) -> list[FinishedCall]:
+        """Run the calls of a round, each as soon as it is allowed."""
+        finished = []
         self._show(running)
 
-    async def _allowed(self, running: Running, call_id: str, name: str) -> bool:
-        # Read again each time: "always" may have been said a moment ago, for an earlier call.
+        async def approve(call: ToolCall) -> bool:
+            allowed = self._is_allowed(running, call) or await running.ask(call.id)
+            running.settle(call.id, status="running" if allowed else "denied")
+            self._show(running)
+            return allowed
+
+        async with aclosing(run_calls(calls, box, approve)) as results:
+            async for done in results:
+                finished.append(done)
+                status = "denied" if not done.approved else "failed" if done.result.is_error else "done"
+                seconds = done.seconds if done.approved else None
+                running.settle(done.call.id, status=status, result=done.result.text, seconds=seconds)
+                self._show(running)
+        return finished
+
+    def _is_allowed(self, running: Running, call: ToolCall) -> bool:
+        # Read each time: "always" may have been said a moment ago, for an earlier call.
         conversation = self.store.conversation(running.reply.conversation_id)
-        if conversation is not None and name in conversation.settings.allowed:
-            return True
-        return await running.ask(call_id)
+        return conversation is not None and call.name in conversation.settings.allowed
 
     def _show(self, running: Running) -> None:
         """Save a running reply and show it."""

@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from openk3.chat.parser import ReplyDelta
+from openk3.chat.reply import Reply
 from openk3.serve.web.records import Message, ReplyStats, Said, Status, Thinking, ToolUse, Work
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class Running:
     Attributes:
         reply: the message as far as it has come.
         stats: what it has cost so far.
+        said: what the model has said in this round.
         stream: the round that is being written; None while the prompt is tokenized or a tool runs.
     """
 
@@ -27,6 +30,7 @@ class Running:
         self.reply = reply
         self.stats = ReplyStats(model=model)
         self.task: asyncio.Task[None]
+        self.said = Reply()
         self.stream: AsyncStream | None = None
         self._round = -1
         self._tokens_before = 0
@@ -42,6 +46,7 @@ class Running:
     def begin_round(self) -> None:
         """The model is about to write; for the second and later rounds, with the results of its calls."""
         self._round += 1
+        self.said = Reply()
         self._tokens_before = self.stats.completion_tokens
         self.stats = replace(self.stats, finish_reason=None)
 
@@ -50,6 +55,7 @@ class Running:
         if self._first_token is None and piece.token_ids:
             self._first_token = time.monotonic()
         self.stats = replace(self.stats, completion_tokens=self.stats.completion_tokens + len(piece.token_ids))
+        self.said.add(ReplyDelta(piece.text, piece.reasoning, piece.tool_calls))
         if piece.reasoning:
             self._think(piece.reasoning)
         if piece.text:
@@ -121,10 +127,6 @@ class Running:
 
     # calls
 
-    def open_calls(self) -> list[ToolUse]:
-        """The calls of the last round."""
-        return [part for part in self.reply.work if isinstance(part, ToolUse) and part.round == self._round]
-
     def call(self, call_id: str) -> ToolUse:
         """The call of this id. KeyError if there is none."""
         for part in self.reply.work:
@@ -139,6 +141,13 @@ class Running:
             for part in self.reply.work
         )
         self.reply = replace(self.reply, work=tuple(work))
+
+    def tell(self, messages: list[dict[str, Any]]) -> None:
+        """Note the results that the model is told; calls that it repeated get theirs only here."""
+        told = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
+        for part in self.reply.work:
+            if isinstance(part, ToolUse) and part.status == "asking" and part.id in told:
+                self.settle(part.id, status="done", result=told[part.id])
 
     async def ask(self, call_id: str) -> bool:
         """Wait until somebody decides on a call."""

@@ -1,6 +1,6 @@
-"""Text files dropped on the chat: what is accepted, and the sentence a user reads when a file is not.
+"""Files dropped on the chat: which are accepted, and the sentence a user reads when one is not.
 
-Only UTF-8 text is taken (a byte order mark is removed, line ends become "\\n"). Everything is decided from the bytes:
+A file becomes text (`openk3.documents.text`: plain text, Markdown, HTML, Word, PDF). What it is, its bytes decide:
 names and media types that browsers send are hints at best.
 """
 
@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import unicodedata
 
+from openk3.documents.text import read_document
 from openk3.serve.web.records import Attachment
-from openk3.serve.web.words import Phrase, SpokenError
+from openk3.serve.web.words import SpokenError
 
-MAX_FILE_BYTES = 1_048_576
+MAX_FILE_BYTES = 16 << 20
+MAX_CHARACTERS = 4_000_000
 MAX_FILES = 8
 MAX_NAME_LENGTH = 80
-
-_BINARY_SIGNATURES = {
-    b"%PDF-": Phrase("a_pdf"),
-    b"PK\x03\x04": Phrase("an_office_file"),
-    b"\x89PNG": Phrase("an_image"),
-    b"\xff\xd8\xff": Phrase("an_image"),
-    b"GIF8": Phrase("an_image"),
-    b"\x1f\x8b": Phrase("a_compressed_file"),
-    b"\x7fELF": Phrase("a_program"),
-}
 
 
 class UploadError(SpokenError, ValueError):
@@ -51,22 +43,19 @@ def readable_size(num_bytes: int) -> str:
 
 
 def read_file(name: str, data: bytes) -> Attachment:
-    """Decode an uploaded file. Raises `UploadError` for empty, oversized, binary or non-UTF-8 content."""
+    """The text of an uploaded file; may take a while. Raises `UploadError` if it cannot be had."""
     name = clean_name(name)
     if not data.strip():
         raise UploadError("file_empty", name=name)
     if len(data) > MAX_FILE_BYTES:
         raise too_large(name, len(data))
-    for signature, kind in _BINARY_SIGNATURES.items():
-        if data.startswith(signature):
-            raise UploadError("file_is", name=name, kind=kind)
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UploadError("file_not_utf8", name=name) from None
-    if "\0" in text:
-        raise UploadError("file_binary", name=name)
-    return Attachment(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+        text = read_document(name, data).text
+    except ValueError as error:
+        raise UploadError("file_unreadable", name=name, reason=str(error).removeprefix(f"{name}: ")) from None
+    if len(text) > MAX_CHARACTERS:
+        raise UploadError("file_too_long", name=name, limit=MAX_CHARACTERS)
+    return Attachment(name, text)
 
 
 def too_large(name: str, num_bytes: int) -> UploadError:
