@@ -127,6 +127,7 @@ ZH = Words(
     ask_each_time="每次询问",
     arguments="参数",
     result="结果",
+    tool_written="…",
     tool_asking="请求运行",
     tool_running="运行中…",
     tool_done="完成",

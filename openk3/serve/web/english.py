@@ -127,6 +127,7 @@ EN = Words(
     ask_each_time="Ask each time",
     arguments="Arguments",
     result="Result",
+    tool_written="…",
     tool_asking="wants to run",
     tool_running="running…",
     tool_done="done",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from openk3.serve.web.markup import Markup, action, element
-from openk3.serve.web.records import Attachment, Message, ReplyStats, Said, Thinking, ToolUse, Work
+from openk3.serve.web.records import OPEN, Attachment, Message, ReplyStats, Said, Thinking, ToolUse, Work
 from openk3.serve.web.render import StreamingMarkdown, render_blocks
 from openk3.serve.web.toolbox import TOOLS
 from openk3.serve.web.words import EN, ZH, Words
@@ -146,9 +146,7 @@ class ReplyRenderer:
 
 def _shows_life(message: Message) -> bool:
     last = message.work[-1] if message.work else None
-    return (isinstance(last, Thinking) and last.seconds is None) or (
-        isinstance(last, ToolUse) and last.status in ("asking", "running")
-    )
+    return (isinstance(last, Thinking) and last.seconds is None) or (isinstance(last, ToolUse) and last.status in OPEN)
 
 
 def _block(html: str) -> str:
@@ -200,7 +198,7 @@ def thinking_block(part: Thinking, words: Words, live: bool) -> Markup:
 
 def tool_block(call: ToolUse, words: Words, streaming: bool) -> Markup:
     """A call as a card: what is called, with which arguments, what came back and how long it took."""
-    status = call.status if streaming or call.status not in ("asking", "running") else "skipped"
+    status = call.status if streaming or call.status not in OPEN else "skipped"
     name = words.say(f"tool_{call.name}") if call.name in TOOLS else call.name
     state = words.say(f"tool_{status}")
     if call.seconds is not None:

@@ -149,6 +149,7 @@ class Words:
     ask_each_time: str
     arguments: str
     result: str
+    tool_written: str
     tool_asking: str
     tool_running: str
     tool_done: str

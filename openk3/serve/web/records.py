@@ -17,7 +17,9 @@ from openk3.serve.web.words import SpokenError
 
 Role = Literal["user", "assistant"]
 Status = Literal["complete", "streaming", "stopped", "interrupted", "failed"]
-ToolStatus = Literal["asking", "running", "done", "failed", "denied", "skipped"]
+ToolStatus = Literal["written", "asking", "running", "done", "failed", "denied", "skipped"]
+
+OPEN: tuple[ToolStatus, ...] = ("written", "asking", "running")  # of calls whose reply is being written
 
 TITLE_LENGTH = 60
 
@@ -88,14 +90,16 @@ class ToolUse:
     """A call of a tool and what came of it.
 
     `round` counts the replies of the model within one answer, for calls of one round were made without knowing each
-    other's results. `arguments` is JSON, incomplete while it is written. `seconds` is how long the tool ran.
+    other's results. `arguments` is JSON, incomplete while it is written. `seconds` is how long the tool ran. From
+    "written" a call goes on to "running" or, where the user is asked, to "asking" first; what never ran is "denied" or
+    "skipped".
     """
 
     id: str
     name: str
     arguments: str
     round: int = 0
-    status: ToolStatus = "asking"
+    status: ToolStatus = "written"
     result: str = ""
     seconds: float | None = None
 

@@ -248,10 +248,13 @@ class Replies:
     async def _run_calls(self, running: Running, calls: list[ToolCall], box: dict[str, Tool]) -> list[FinishedCall]:
         """Run the calls of a round, each as soon as it is allowed."""
         finished = []
-        self._show(running)
 
         async def approve(call: ToolCall) -> bool:
-            allowed = self._is_allowed(running, call) or await running.ask(call.id)
+            allowed = self._is_allowed(running, call)
+            if not allowed:
+                question = running.ask(call.id)
+                self._show(running)
+                allowed = await question
             running.settle(call.id, status="running" if allowed else "denied")
             self._show(running)
             return allowed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply
-from openk3.serve.web.records import Message, ReplyStats, Said, Status, Thinking, ToolUse, Work
+from openk3.serve.web.records import OPEN, Message, ReplyStats, Said, Status, Thinking, ToolUse, Work
 
 if TYPE_CHECKING:
     from openk3.chat.parser import CallDelta
@@ -146,16 +146,14 @@ class Running:
         """Note the results that the model is told; calls that it repeated get theirs only here."""
         told = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
         for part in self.reply.work:
-            if isinstance(part, ToolUse) and part.status == "asking" and part.id in told:
+            if isinstance(part, ToolUse) and part.status == "written" and part.id in told:
                 self.settle(part.id, status="done", result=told[part.id])
 
-    async def ask(self, call_id: str) -> bool:
-        """Wait until somebody decides on a call."""
+    def ask(self, call_id: str) -> asyncio.Future[bool]:
+        """Ask about a call; the future is done when somebody decides."""
+        self.settle(call_id, status="asking")
         question = self._questions[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            return await question
-        finally:
-            del self._questions[call_id]
+        return question
 
     def decide(self, call_id: str, allowed: bool) -> bool:
         """Answer the question about a call; False if it is not asked."""
@@ -171,7 +169,7 @@ class Running:
         """Settle how it ended; what the engine did not report is filled in from the clock here."""
         self._end_thinking()
         for part in self.reply.work:
-            if isinstance(part, ToolUse) and part.status in ("asking", "running"):
+            if isinstance(part, ToolUse) and part.status in OPEN:
                 self.settle(part.id, status="skipped")
         if self._first_token is not None and self.stats.ttft_s is None:
             rest = self.stats.completion_tokens - 1
