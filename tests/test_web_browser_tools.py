@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from agents import call_parts, has_model_reply
 from chat_support import chat_llm
-from web_browser import ANSWER, BOX, ask, chromium, expect, needs_browser, settle, watched_page
-from web_chat import SHORT, Chat, served_chat
+from web_browser import ask, chromium, expect, needs_browser, settle, watched_page
+from web_chat import Chat, served_chat
 
 from openk3.serve.web.settings import ChatSettings
 
