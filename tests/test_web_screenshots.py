@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 pytestmark = [*needs_browser, pytest.mark.slow]
 
-PATIENCE_MS = 120_000
+PATIENCE_MS = 300_000
 
 MODEL = "qwen2.5-coder-0.5b"
-SETTINGS = ChatSettings(temperature=0, max_tokens=300, tools=("calculator", "datetime"))
+SETTINGS = ChatSettings(temperature=0, max_tokens=160, tools=("calculator", "datetime"))
 OTHERS = ("Merge two sorted lists", "租房合同要注意什么？", "Names for a small bakery", "SQL: find duplicate rows")
 
 
@@ -60,11 +60,11 @@ def settled(page: Page) -> None:
 
 
 def talk(page: Page, chat: Chat) -> None:
-    ask(page, "How many seconds does light need from the Moon? Use the calculator: 384400 / 299792.458")
-    allow = page.locator(".tool-ask").get_by_role("button", name="Allow", exact=True)
+    ask(page, "What is 17.5% of 2349.90?")
+    allow = page.locator(".tool-ask").get_by_role("button", name="Always allow in this chat")
     allow.click(timeout=PATIENCE_MS)
     settled(page)
-    ask(page, "Write a Python function that converts kilometres to light seconds.")
+    ask(page, "Write a Python function that adds a tax to a price.")
     settled(page)
 
 
@@ -72,13 +72,13 @@ def test_a_real_conversation_with_a_tool(chat: Chat, pictures: Path) -> None:
     for title in OTHERS:
         other = chat.conversation(title, "…")
     chat.store.pin(other.id, True)
-    conversation = chat.store.create("How far is the Moon?", SETTINGS)
+    conversation = chat.store.create("Tax on an invoice", SETTINGS)
     with chromium() as browser:
         with watched_page(browser, chat.url) as page:
             page.goto(chat.link(conversation))
             talk(page, chat)
             expect(page.locator(".tool").first).to_have_attribute("data-status", "done")
-            expect(page.locator(ANSWER).first).to_contain_text("1.28")
+            expect(page.locator(ANSWER).first).to_contain_text("411.23")
             expect(page.locator(ANSWER).last.locator(".code").first).to_be_visible()
         address = chat.link(conversation)
         desk = {"viewport": {"width": 1280, "height": 800}}
