@@ -34,3 +34,8 @@ def has_model_reply(monkeypatch: pytest.MonkeyPatch, *replies: Sequence[str]) ->
 
     monkeypatch.setattr("openk3.engine.engine.sample_token", chosen)
     return prompts
+
+
+def calls_parts(*calls: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of several calls in one reply, with what templates have between them."""
+    return tuple(part for call in calls for part in ("\n", *call))[1:]

@@ -8,12 +8,13 @@ import time
 from typing import Any
 
 import pytest
-from agents import call_parts, has_model_reply
+from agents import call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer
 from serving import idle, until
 
 from openk3 import agents
 from openk3.agents import CallFinished, CallStarted, Finished, TextPiece, Tool
+from openk3.responses import GenerationError
 
 USER = {"role": "user", "content": "How much?"}
 SUM = call_parts("calculator", expression="2 + 3")
@@ -84,8 +85,8 @@ def test_parallel_calls_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
         meeting.wait()
         return f"{who} met"
 
-    three = [part for who in "abc" for part in call_parts("meet", who=who)]
-    has_model_reply(monkeypatch, three, ("All met.",))
+    three = [call_parts("meet", who=who) for who in "abc"]
+    has_model_reply(monkeypatch, calls_parts(*three), ("All met.",))
     events, last = happens([meet])
     assert sorted(results(events)) == ["a met", "b met", "c met"]
     assert [message["content"] for message in last.messages[1:4]] == ["a met", "b met", "c met"]  # in the calls' order
@@ -107,7 +108,9 @@ def test_denied_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.append(number)
         return "done"
 
-    has_model_reply(monkeypatch, (*call_parts("act", number=1), *call_parts("act", number=2)), ("Half of it.",))
+    has_model_reply(
+        monkeypatch, calls_parts(call_parts("act", number=1), call_parts("act", number=2)), ("Half of it.",)
+    )
     events, last = happens([act], approve=lambda call: call.parsed["number"] == 2)
     assert ran == [2]
     assert [(done.approved, done.result.is_error) for done in last.calls] == [(False, True), (True, False)]
@@ -115,12 +118,15 @@ def test_denied_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_the_last_round_it_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [call_parts("calculator", expression=f"1 + {i}") for i in range(5)]
-    prompts = has_model_reply(monkeypatch, *calls)
+    calls = [call_parts("calculator", expression=f"1 + {i}") for i in range(2)]
+    prompts = has_model_reply(monkeypatch, *calls, ("It is 2.",))
     _, last = happens(["calculator"], max_rounds=3)
-    assert (last.rounds, len(last.calls), last.finish_reason) == (3, 2, "stop")
-    assert '"name": "calculator"' in last.text  # what would have been a call is text: no tools were offered
+    assert (last.rounds, len(last.calls), last.finish_reason, last.text) == (3, 2, "stop", "It is 2.")
     assert "<tools>" in prompts[1] and "<tools>" not in prompts[2]
+    # That it cannot write a call as text is the grammar's doing, which refuses the token.
+    has_model_reply(monkeypatch, *calls, ('{"name": "calculator"}',))
+    with pytest.raises(GenerationError, match="the grammar does not allow token"):
+        happens(["calculator"], max_rounds=3)
 
 
 def test_repeating_itself_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +167,7 @@ def test_a_result_that_leaves_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tool_choice_is_for_the_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_reply(monkeypatch, ('calculator", "arguments": {"expression": "2 + 3"}}\n', "</tool_call>"), ("Five.",))
+    has_model_reply(monkeypatch, SUM, ("Five.",))
     _, last = happens(["calculator"], tool_choice="required")
     assert (last.text, last.rounds) == ("Five.", 2)
 
@@ -195,7 +201,7 @@ async def test_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(call.name)
         return True
 
-    has_model_reply(monkeypatch, (*SUM, *call_parts("slow", seconds=0)), ("It is 5.",))
+    has_model_reply(monkeypatch, calls_parts(SUM, call_parts("slow", seconds=0)), ("It is 5.",))
     events = [e async for e in agents.arun(chat_llm("qwen"), [USER], tools=["calculator", slow], approve=approve)]
     assert sorted(results(events)) == ["5", "waited"]
     assert asked == ["calculator", "slow"]

@@ -1,9 +1,7 @@
-"""Models that use tools: `tools` holds the tools, `loop` the conversation of a model with them.
+"""Models that use tools.
 
-from openk3 import agents
-
-for event in agents.run(model, [{"role": "user", "content": "What is 17 % of 2,340?"}], tools=["calculator"]):
-    print(event)
+`tools` holds the tools that come with OpenK3, `loop` the conversation of a model with any, `mcp_client` those of MCP
+servers, `mcp_server` ours for MCP clients.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "run": "openk3.agents.loop",
     "arun": "openk3.agents.loop",
+    "McpServers": "openk3.agents.mcp_client",
     "CallStarted": "openk3.agents.loop",
     "CallFinished": "openk3.agents.loop",
     "Finished": "openk3.agents.loop",
@@ -27,6 +26,7 @@ __all__ = [
     "CallFinished",
     "CallStarted",
     "Finished",
+    "McpServers",
     "TextPiece",
     "Tool",
     "arun",
@@ -37,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from openk3.agents.loop import CallFinished, CallStarted, Finished, TextPiece, arun, run
+    from openk3.agents.mcp_client import McpServers
     from openk3.agents.tools import builtin
     from openk3.agents.tools.search_documents import search_tool
     from openk3.agents.tools.tool import Tool

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from openk3.agents.calls import Approve, FinishedCall, run_calls, run_calls_here
-from openk3.agents.rounds import MAX_ROUNDS, Rounds
+from openk3.agents.rounds import ANSWER, MAX_ROUNDS, Rounds
 from openk3.agents.tools.tool import Tool, ToolLike, toolbox
 from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply, ToolCall
@@ -179,6 +179,8 @@ class _Conversation:
             options["max_tokens"] = min(self._left, options.get("max_tokens") or self._left)
         if self._rounds.must_answer:
             options["tool_choice"] = "none"
+            if self._rounds.rounds and options.get("grammar") is None:
+                options["grammar"] = ANSWER
         elif self._rounds.rounds:
             options.pop("tool_choice", None)
         return {"messages": [*self._given, *self._rounds.messages], "tools": self._definitions, **options}

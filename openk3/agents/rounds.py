@@ -6,6 +6,8 @@ It knows neither how replies are generated nor how calls are run, so the SDK's l
 - Calls that somebody else runs (a client of the server) end the conversation for now; ours of that reply are run first.
 - A model that repeats the calls of the round before, which small ones do, gets no new result by it: they are not run
   again, it is told the same once more, and has to answer.
+- Where it has to answer, its answer begins like none of the forms that calls are written in: small models otherwise
+  write, as text, the call that they may not make.
 - Results and errors alike go back to the model. How often it called a tool again that had failed is counted.
 """
 
@@ -17,8 +19,10 @@ from typing import Any
 
 from openk3.agents.calls import FinishedCall
 from openk3.chat.reply import Reply, ToolCall
+from openk3.engine.grammar.spec import Grammar
 
 MAX_ROUNDS = 10
+ANSWER = Grammar.regex(r"[^\s{<\[`][\s\S]*")
 
 
 @dataclass

@@ -13,10 +13,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from openk3.serve.caller import Caller
 from openk3.serve.errors import is_anthropic, server_failure
 from openk3.serve.metrics import Metrics
 
@@ -70,13 +72,30 @@ class Access:
             self.metrics.requests.labels(endpoint, str(status)).inc()
             level = logging.DEBUG if endpoint in ("web", "/health", "/metrics") else logging.INFO
             milliseconds = (time.perf_counter() - begin) * 1000
-            log.log(level, "%s %s %s %d %.0f ms", request_id, scope["method"], endpoint, status, milliseconds)
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "endpoint": endpoint,
+                "status": status,
+                "ms": round(milliseconds, 1),
+                **_use(scope["state"].get("caller")),
+            }
+            words = (request_id, scope["method"], endpoint, status, milliseconds)
+            log.log(level, "%s %s %s %d %.0f ms", *words, extra={"fields": fields})
 
 
 def log_failure(request_id: str, error: BaseException) -> None:
     """Log where an unexpected exception came from, without its text."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     log.error("%s failed: %s\n%s", request_id, type(error).__name__, frames)
+
+
+def _use(who: Caller | None) -> dict[str, Any]:
+    """Whose request it was, and the tokens that it used."""
+    fields: dict[str, Any] = {} if who is None or who.key is None else {"key": who.key.id}
+    if who is not None and who.account is not None and (used := who.account.used).requests:
+        fields |= {name: getattr(used, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+    return fields
 
 
 def _endpoint(scope: Scope, endpoints: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from openk3.serve.logprobs import chat_logprobs
 from openk3.serve.openai_types import ChatRequest
 from openk3.serve.openapi import body_of
 from openk3.serve.reply import ReplyHead
-from openk3.serve.running import RunningChat, start_chat
+from openk3.serve.running import RunningChat, ServerCallDelta, start_chat
 from openk3.serve.sse import EventStream, while_connected
 from openk3.serve.validation import parse_body
 
@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
             [
                 {
                     "index": i,
-                    "message": reply.message() | {"refusal": None, "annotations": []},
+                    "message": reply.message() | {"refusal": None, "annotations": []} | _ran(chat),
                     "logprobs": _logprobs(chat.generation.tokenizer, choice.logprobs) if body.logprobs else None,
                     "finish_reason": chat.finish_reason(i),
                 }
@@ -70,6 +70,8 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
     async for index, said, delta in chat.deltas():
         logprobs = _logprobs(chat.generation.tokenizer, delta.logprobs or ()) if body.logprobs else None
+        if isinstance(said, ServerCallDelta):
+            yield chunk(index, {"server_tool_calls": [said.ran]})
         if said.reasoning:
             yield chunk(index, {"reasoning_content": said.reasoning})
         if said.content or delta.logprobs:
@@ -81,6 +83,10 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
             yield chunk(index, {}, None, chat.finish_reason(index))
     if body.include_usage:
         yield head.usage_chunk("chat.completion.chunk", chat.usage())
+
+
+def _ran(chat: RunningChat) -> dict[str, Any]:
+    return {"server_tool_calls": chat.server_tool_calls} if chat.server_tool_calls else {}
 
 
 def _call_pieces(call: CallDelta) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from openk3.chat.messages import MAX_TOOLS, Message, validate_messages, validate_tools
 from openk3.engine.grammar.spec import Grammar
 from openk3.serve.errors import shown
+from openk3.serve.server_tools import checked_tools, unfolded
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -130,7 +131,7 @@ def _messages(value: object) -> list[Message]:
     if isinstance(value, list):
         prepared = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
     try:
-        return validate_messages(prepared)
+        return unfolded(validate_messages(prepared))
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -139,6 +140,14 @@ def _messages(value: object) -> list[Message]:
 def _tools(value: object) -> list[dict[str, Any]] | None:
     try:
         return validate_tools(value)
+    except ValueError as error:
+        path, _, reason = str(error).partition(": ")
+        raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
+
+
+def _chat_tools(value: object) -> list[dict[str, Any]] | None:
+    try:
+        return checked_tools(value)
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -226,37 +235,54 @@ Messages: TypeAlias = Annotated[
                     "reasoning_content": {"type": ["string", "null"]},
                     "tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
                     "tool_call_id": {"type": ["string", "null"]},
+                    "server_tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
                     "tools": {"anyOf": [_OBJECTS, {"type": "null"}]},
                 },
             },
         }
     ),
 ]
+_FUNCTION = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_SERVER_TOOL = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["builtin_function", "calculator", "datetime", "search_documents", "mcp"]},
+        "search_documents": {
+            "type": ["object", "null"],
+            "properties": {"file_ids": {"type": "array", "minItems": 1, "items": {"type": "string"}}},
+        },
+        "server_label": {"type": "string"},
+        "allowed_tools": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    },
+}
 Tools: TypeAlias = Annotated[
     list[Any] | None,
     PlainValidator(_tools),
+    WithJsonSchema({"type": ["array", "null"], "maxItems": MAX_TOOLS, "items": _FUNCTION}),
+]
+# Those of a chat: functions of the client, and tools that the server runs.
+ChatTools: TypeAlias = Annotated[
+    list[Any] | None,
+    PlainValidator(_chat_tools),
     WithJsonSchema(
-        {
-            "type": ["array", "null"],
-            "maxItems": MAX_TOOLS,
-            "items": {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
-                            "description": {"type": ["string", "null"]},
-                            "parameters": {"type": ["object", "null"]},
-                            "strict": {"type": ["boolean", "null"]},
-                        },
-                    },
-                },
-            },
-        }
+        {"type": ["array", "null"], "maxItems": MAX_TOOLS, "items": {"anyOf": [_FUNCTION, _SERVER_TOOL]}},
     ),
 ]
 
@@ -378,7 +404,7 @@ class ChatRequest(SamplingBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     tool_choice: Any = None  # checked with the tools, which the messages may hold
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
