@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from serving import until
 from web_browser import ANSWER, BLOCK, BOX, ask, chromium, expect, needs_browser, settle, watched_page
-from web_chat import LONG, SHORT, Chat, served_chat
+from web_chat import LONG, SHORT, Chat, finished, served_chat
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -204,13 +204,13 @@ def test_files_become_chips_and_part_of_the_prompt(page: Page, chat: Chat, tmp_p
     good, binary, large = tmp_path / "notes.txt", tmp_path / "photo.txt", tmp_path / "large.csv"
     good.write_text("the river is 63 km long\n", encoding="utf-8")
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    large.write_bytes(b"1,2\n" * 300_000)
+    large.write_bytes(b"1,2\n" * 4_500_000)
     page.set_input_files("#composer-file", [good])
     expect(page.locator(".composer .chip")).to_contain_text("notes.txt")
     page.set_input_files("#composer-file", [binary])
-    expect(page.locator(".toast").first).to_contain_text("“photo.txt” is an image.")
+    expect(page.locator(".toast").first).to_contain_text("“photo.txt”: it is an image; what can be read is")
     page.set_input_files("#composer-file", [large])
-    expect(page.locator(".toast").first).to_contain_text("“large.csv” is too large (1.1 MB).")
+    expect(page.locator(".toast").first).to_contain_text("“large.csv” is too large (17.2 MB).")
 
     drop = """() => {
         const data = new DataTransfer();
@@ -325,7 +325,7 @@ def test_long_histories_open_at_their_end(page: Page, chat: Chat) -> None:
     page.goto(chat.link(conversation))
     expect(page.locator(".message")).to_have_count(40)
     expect(page.locator(".message").last).to_be_in_viewport()
-    for count in (80, 100):
+    for count in (60, 80, 100):
         first = page.locator(".message").first.get_attribute("data-message")
         page.evaluate("document.querySelector('.scroller').scrollTop = 0")
         expect(page.locator(".message")).to_have_count(count)
@@ -351,3 +351,88 @@ def test_on_a_phone_the_list_is_a_drawer_and_nothing_overflows(browser: Browser,
         page.get_by_role("button", name="New chat").tap()
         expect(page.locator(".welcome")).to_be_visible()
         expect(page.locator("#sidebar")).not_to_be_visible()
+
+
+def test_the_usage_page_shows_figures_and_manages_keys(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation()
+    page.goto(chat.link(conversation))
+    ask(page, "count this")
+    settle(page)
+    page.get_by_role("link", name="Usage").click()
+    expect(page.locator("h1")).to_have_text("Usage")
+    labels, values = (page.locator(f".tile {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    tiles = dict(zip(labels, values, strict=True))
+    assert int(tiles["Tokens written"].replace(",", "")) >= SHORT.max_tokens
+    assert re.fullmatch(r"[\d.]+ tokens/s", tiles["Median speed of an answer"])
+    row = page.get_by_role("row", name=re.compile(r"^\d{4}-\d\d-\d\d . web "))
+    assert int(row.locator(".count").last.inner_text().replace(",", "")) >= SHORT.max_tokens
+    page.get_by_label("Name", exact=True).fill("laptop <b>")
+    page.get_by_role("button", name="Create key").click()
+    text = page.locator(".key-text code").inner_text()
+    key = chat.app.state.keys.check(text)
+    assert key is not None and key.name == "laptop <b>"
+    page.get_by_role("row", name="laptop <b>").get_by_role("button", name="Revoke").click()
+    page.locator(".q-dialog").get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("row", name="laptop <b>")).to_contain_text("revoked")
+    assert chat.app.state.keys.check(text) is None
+    page.reload()
+    expect(page.locator(".key-text")).to_have_count(0)
+
+
+def test_chinese_readers_get_chinese_and_can_switch(browser: Browser, chat: Chat) -> None:
+    with watched_page(browser, chat.url, locale="zh-CN") as page:
+        page.goto(chat.url)
+        expect(page.get_by_role("button", name="新对话")).to_be_visible()
+        expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
+        page.click("#language")
+        expect(page.get_by_role("button", name="New chat")).to_be_visible()
+        expect(page.locator("html")).to_have_attribute("lang", "en")
+
+
+def test_search_opens_the_message_on_whatever_branch_it_is(page: Page, chat: Chat) -> None:
+    texts = [f"ordinary {i}" for i in range(100)]
+    texts[5] = "the capybara swims"
+    conversation = chat.conversation(*texts)
+    first = chat.store.messages(conversation.id)[0]
+    chat.store.save_reply(finished(chat.store.begin_edited(first.id, "other"), "another branch"))
+    page.goto(chat.url)
+    page.keyboard.press("Control+k")
+    page.keyboard.type("CAPYBARA")
+    row = page.locator(".conversation-link")
+    expect(row).to_have_count(1)
+    expect(row.locator(".conversation-snippet")).to_have_text("the capybara swims")
+    row.click()
+    expect(page.locator(".message", has_text="the capybara swims")).to_be_in_viewport()
+    page.locator("#search").fill("no such words")
+    expect(page.locator(".empty")).to_have_text("Nothing found for “no such words”.")
+    page.locator("#search").press("Escape")
+    expect(page.locator(".conversation").nth(1)).to_be_visible()
+
+
+def test_exports_pins_and_the_keyboard(page: Page, chat: Chat) -> None:
+    older, newer = chat.conversation("older one", "yes"), chat.conversation("newer one", "**no**")
+    page.goto(chat.link(newer))
+    row = page.locator(".conversation", has=page.locator(f"[data-conversation='{older.id}']"))
+    pick(page, row, "Pin")
+    expect(page.locator(".group").first).to_have_text("Pinned")
+    expect(page.locator(".conversation").first).to_contain_text("older one")
+    row = page.locator(".conversation", has=page.locator(f"[data-conversation='{newer.id}']"))
+    with page.expect_download() as download:
+        pick(page, row, "Export as Markdown")
+    assert download.value.suggested_filename == "newer one.md"
+    assert download.value.path().read_text() == "# newer one\n\n## You\n\nnewer one\n\n## Answer\n\n**no**\n"
+    page.locator("h1").click()
+    page.keyboard.press("Alt+ArrowUp")
+    expect(page.locator("h1")).to_have_text("older one")
+    page.keyboard.press("Alt+ArrowDown")
+    expect(page.locator("h1")).to_have_text("newer one")
+    page.locator("h1").click()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#help")).not_to_be_visible()
+    page.fill(BOX, "")
+    page.focus(BOX)
+    page.keyboard.type("why?")
+    expect(page.locator(BOX)).to_have_value("why?")

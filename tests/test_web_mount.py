@@ -12,7 +12,6 @@ from serving import live, until
 from web_chat import endless_llm, served_chat
 
 from openk3.serve.app import create_app
-from openk3.serve.metrics import Metrics
 from openk3.serve.web import StoreError, mount
 
 
@@ -44,9 +43,7 @@ def test_a_bad_conversation_file_stops_the_server_with_a_sentence(tmp_path: Path
 def test_a_model_that_loads_or_fails_is_announced(tmp_path: Path) -> None:
     app = FastAPI()
     errors: list[str] = []
-    mount(
-        app, lambda: None, tmp_path / "c.sqlite3", metrics=Metrics(), load_error=lambda: errors[0] if errors else None
-    )
+    mount(app, lambda: None, tmp_path / "c.sqlite3", load_error=lambda: errors[0] if errors else None)
     with live(app, wait=False) as url:
         until(lambda: httpx.get(url).status_code == 200)
         assert "Loading the model" in httpx.get(url).text

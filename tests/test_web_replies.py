@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from serving import idle, until
-from web_chat import LONG, SHORT, endless_llm, happens
+from web_chat import LONG, SHORT, endless_llm, happens, nobody
 
 from openk3.serve.web.records import Attachment, ConversationBusyError, Message
 from openk3.serve.web.replies import Event, ModelNotReadyError, Replies
@@ -17,7 +17,7 @@ from openk3.serve.web.store import Store
 
 @pytest.fixture
 async def replies(tmp_path: Path) -> AsyncIterator[Replies]:
-    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm)
+    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm, nobody)
     yield replies
     await replies.close()
     replies.store.close()
@@ -141,7 +141,7 @@ async def test_a_prompt_beyond_the_context_fails_with_a_sentence(replies: Replie
 
 
 async def test_before_the_model_is_there_nothing_is_stored(replies: Replies) -> None:
-    waiting = Replies(replies.store, lambda: None)
+    waiting = Replies(replies.store, lambda: None, nobody)
     chat = replies.store.create("c", SHORT).id
     attempts = (lambda: waiting.send(chat, "hello"), lambda: waiting.regenerate(chat), lambda: waiting.edit(1, "x"))
     for attempt in attempts:

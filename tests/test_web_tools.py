@@ -10,7 +10,7 @@ import pytest
 from agents import call_parts, has_model_reply
 from chat_support import chat_llm
 from serving import idle, until
-from web_chat import happens
+from web_chat import happens, nobody
 
 from openk3.serve.web.records import Attachment, ConversationGoneError, Message, Said, Thinking, ToolStatus, ToolUse
 from openk3.serve.web.replies import Replies
@@ -25,7 +25,7 @@ SUM = call_parts("calculator", expression="2 + 3")
 
 @pytest.fixture
 async def replies(tmp_path: Path) -> AsyncIterator[Replies]:
-    replies = Replies(Store(tmp_path / "chat.sqlite3"), lambda: chat_llm("qwen"))
+    replies = Replies(Store(tmp_path / "chat.sqlite3"), lambda: chat_llm("qwen"), nobody)
     yield replies
     await replies.close()
     replies.store.close()

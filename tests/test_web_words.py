@@ -372,6 +372,6 @@ def test_nothing_in_a_message_becomes_markup() -> None:
     evil = '"><img src=x onerror=alert(1)>'
     call = ToolUse(evil, evil, json.dumps({"a": evil}), 0, "asking", evil)
     message = Message(1, "c", "assistant", evil, work=(Thinking(evil), Said(evil), call), status="streaming")
-    view = ReplyRenderer().view(message, EN, busy=True)
-    html = "".join(view.blocks) + view.foot + "".join(user_view(replace(message, role="user"), EN, busy=False).blocks)
+    view = ReplyRenderer().view(message, EN)
+    html = "".join(view.blocks) + view.foot + "".join(user_view(replace(message, role="user"), EN).blocks)
     assert "<img" not in html and html.count("&lt;img") >= 6

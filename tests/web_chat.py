@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from conftest import random_model
 from openk3.config import preset
 from openk3.serve.app import create_app
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.web.records import Conversation, Message
 from openk3.serve.web.replies import Replies
 from openk3.serve.web.settings import ChatSettings
@@ -102,3 +103,7 @@ async def happens(replies: Replies, condition: Callable[[], object]) -> None:
             await changed.wait()
             changed.clear()
     unsubscribe()
+
+
+def nobody(owner: str, model: str, usage: Usage) -> None:
+    """A ledger that nobody reads."""

@@ -139,7 +139,7 @@ def create_app(
         from openk3.serve.web import mount
 
         path = store_path or default_store_path()
-        mount(app, lambda: slot.llm, path, metrics=metrics, load_error=lambda: slot.reason or None)
+        mount(app, lambda: slot.llm, path, load_error=lambda: slot.reason or None)
 
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, others={"/v1/files": max_file_bytes})

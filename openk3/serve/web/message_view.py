@@ -102,15 +102,15 @@ def versions(message: Message, words: Words) -> Markup:
     )
 
 
-def user_view(message: Message, words: Words, *, busy: bool) -> View:
-    """A user's message; while `busy` (a reply is running in the conversation) it cannot be edited."""
+def user_view(message: Message, words: Words) -> View:
+    """A user's message."""
     plain = element("div", message.content, class_="plain")
     bubble = element("div", chips(message.attachments, words), plain, class_="bubble")
     bar = element(
         "div",
         versions(message, words),
         action(words.copy_message, "content_copy", "copy"),
-        action(words.edit_message, "edit", "edit", hidden=busy),
+        action(words.edit_message, "edit", "edit"),
         class_="message-bar",
     )
     return View(message.id, "message-user", words.you, (bubble,), bar)
@@ -123,8 +123,8 @@ class ReplyRenderer:
         self._markdown = StreamingMarkdown()
         self._parts = 0
 
-    def view(self, message: Message, words: Words, *, busy: bool) -> View:
-        """The answer as far as it has come; while `busy` (a reply is running) it cannot be regenerated."""
+    def view(self, message: Message, words: Words) -> View:
+        """The answer as far as it has come."""
         streaming = message.status == "streaming"
         blocks = [block for part in message.work for block in part_blocks(part, words.code, streaming)]
         blocks += self._answer(message, streaming)
@@ -133,7 +133,7 @@ class ReplyRenderer:
             blocks.append(
                 element("div", element("span", words.reading, class_="visually-hidden"), *dots, class_="waiting")
             )
-        foot = "" if streaming else _foot(message, words, busy)
+        foot = "" if streaming else _foot(message, words)
         return View(message.id, "message-assistant", words.answer, tuple(blocks), foot, streaming)
 
     def _answer(self, message: Message, streaming: bool) -> list[str]:
@@ -153,7 +153,7 @@ def _block(html: str) -> str:
     return f"<div>{html}</div>"
 
 
-def _foot(message: Message, words: Words, busy: bool) -> str:
+def _foot(message: Message, words: Words) -> str:
     notice = notice_text(message, words)
     failed = message.status == "failed"
     attributes = {"role": "alert", "data_kind": "error"} if failed else {}
@@ -161,7 +161,7 @@ def _foot(message: Message, words: Words, busy: bool) -> str:
         "div",
         versions(message, words),
         action(words.copy_answer, "content_copy", "copy", hidden=not message.content),
-        action(words.regenerate, "refresh", "regenerate", hidden=busy),
+        action(words.regenerate, "refresh", "regenerate"),
         element("span", stats_text(message.stats, words) if message.stats else "", class_="stats"),
         class_="message-bar",
     )

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from nicegui import core, ui
+from starlette.datastructures import State
 
-from openk3.serve.metrics import Metrics
+from openk3.serve.caller import caller
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.web.gate import SCOPE_KEY, Gate
 from openk3.serve.web.page import ChatPage
 from openk3.serve.web.replies import Replies
@@ -34,18 +36,24 @@ RECONNECT_TIMEOUT_S = 20.0
 
 @dataclass(slots=True)
 class WebChat:
-    """What the pages of one server share. The store is opened when the server starts."""
+    """What the pages of one server share. The store is opened when the server starts.
+
+    `state` is the application's: its metrics, API keys and ledger.
+    """
 
     store_path: Path
     get_llm: Callable[[], LLM | None]
     load_error: Callable[[], str | None]
-    metrics: Metrics
+    state: State
     replies: Replies | None = None
 
     def open(self) -> None:
         store = Store(self.store_path)
         store.recover()
-        self.replies = Replies(store, self.get_llm)
+        self.replies = Replies(store, self.get_llm, self._record)
+
+    def _record(self, owner: str, model: str, usage: Usage) -> None:
+        self.state.ledger.record(owner, "web", model, usage)
 
     async def close(self) -> None:
         if self.replies is not None:
@@ -59,16 +67,15 @@ def mount(
     get_llm: Callable[[], LLM | None],
     store_path: Path,
     *,
-    metrics: Metrics,
     load_error: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Serve the web chat at ``/`` of `app`. Call it after all other routes are registered: it takes what they leave.
 
     Args:
-        app: the application; its start-up opens the store, its shutdown stops replies and closes it.
+        app: the application, with metrics, keys and ledger in its state once it has started; its start-up opens the
+            store, its shutdown stops replies and closes it.
         get_llm: returns the model, or None while it loads.
         store_path: SQLite file of the conversations, created if missing.
-        metrics: the server's, for the page at ``/usage``.
         load_error: returns a sentence for the user if the model could not be loaded, else None.
 
     Raises:
@@ -76,7 +83,7 @@ def mount(
     """
     # NiceGUI looks at every object of the process for its server, and torch has deprecated ones among them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"nicegui\.")
-    chat = WebChat(store_path, get_llm, load_error, metrics)
+    chat = WebChat(store_path, get_llm, load_error, app.state)
     _define_pages()
     # First, so that it answers in place of the bare mount that run_with() adds behind it.
     app.mount("/", Gate(core.app, chat), name="web")
@@ -89,7 +96,7 @@ def mount(
         title="OpenK3",
         favicon=LOGO,
         dark=None,
-        language="en-US",
+        language=None,  # the page says itself which it is in
         tailwind=False,
         binding_refresh_interval=None,
         reconnect_timeout=RECONNECT_TIMEOUT_S,
@@ -111,7 +118,9 @@ def _define_pages() -> None:
     def usage(request: Request) -> None:
         chat: WebChat = request.scope[SCOPE_KEY]
         assert chat.replies is not None, "pages are served between start-up and shutdown"
-        sources = Sources(chat.get_llm, chat.metrics, chat.replies.store)
+        state, key = chat.state, caller().key
+        key_id = None if key is None else key.id
+        sources = Sources(chat.get_llm, state.metrics, chat.replies.store, state.keys, state.ledger, key_id)
         UsagePage(words_for(request.headers, request.cookies), sources)
 
 
@@ -119,7 +128,7 @@ def _build(request: Request, conversation_id: str | None) -> None:
     chat: WebChat = request.scope[SCOPE_KEY]
     assert chat.replies is not None, "pages are served between start-up and shutdown"
     words = words_for(request.headers, request.cookies)
-    ChatPage(words, chat.replies, conversation_id, chat.load_error)
+    ChatPage(words, chat.replies, conversation_id, chat.load_error, caller().owner)
 
 
 def _open_and_close_with(app: FastAPI, chat: WebChat) -> None:

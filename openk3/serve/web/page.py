@@ -37,14 +37,21 @@ MAX_MESSAGE_LENGTH = 200_000
 
 
 class ChatPage:
-    """One tab. `load_error` returns a sentence if the model could not be loaded, else None."""
+    """One tab. `load_error` returns a sentence if the model could not be loaded, else None; `owner` is the reader's
+    key's id, "" without one."""
 
     def __init__(
-        self, words: Words, replies: Replies, conversation_id: str | None, load_error: Callable[[], str | None]
+        self,
+        words: Words,
+        replies: Replies,
+        conversation_id: str | None,
+        load_error: Callable[[], str | None],
+        owner: str,
     ) -> None:
         self.words = words
         self.replies = replies
         self.store = replies.store
+        self._owner = owner
         self._load_error = load_error
         self._opened_at = time.monotonic()
         self._searched = ""
@@ -180,6 +187,7 @@ class ChatPage:
         llm = self.replies.get_llm()
         running = self.conversation is not None and self.replies.running(self.conversation.id)
         self._composer.show_state(ready=llm is not None, busy=running)
+        self._thread.show_state(busy=running)
         used = (m.stats.used_tokens for m in reversed(messages or self._messages()) if m.stats)
         known = next((tokens for tokens in used if tokens is not None), None)
         self._composer.show_context(known, llm.max_model_len if llm else None)
@@ -269,7 +277,7 @@ class ChatPage:
             self.conversation = self.store.create(text or attachments[0].name, self.draft_settings)
             self._show_location(push=True)
         try:
-            self.replies.send(self.conversation.id, text, attachments)
+            self.replies.send(self.conversation.id, text, attachments, self._owner)
         except SpokenError as error:
             self.notify(error.say(self.words))
             return
@@ -292,7 +300,7 @@ class ChatPage:
                 case "copy":
                     self._copy(message_id)
                 case "regenerate":
-                    self.replies.regenerate(conversation_id, message_id)
+                    self.replies.regenerate(conversation_id, message_id, self._owner)
                 case "select":
                     self.replies.select(conversation_id, int(values["to"]))
                 case "edited":
@@ -313,7 +321,7 @@ class ChatPage:
         if not text:
             self.notify(self.words.message_empty)
             return
-        self.replies.edit(message_id, text[:MAX_MESSAGE_LENGTH])
+        self.replies.edit(message_id, text[:MAX_MESSAGE_LENGTH], self._owner)
         self._run("openk3.thread.close()")
 
     def _open_link(self, event: events.GenericEventArguments) -> None:

@@ -217,6 +217,27 @@ class Words:
     status: str
     count: str
     no_requests: str
+    keys: str
+    keys_help: str
+    key_name: str
+    create_key: str
+    key_needs_a_name: str
+    key_once: str
+    no_keys: str
+    created: str
+    limits: str
+    used_30_days: str
+    revoke: str
+    revoked: str
+    revoke_title: str
+    revoke_text: str
+    per_minute_requests: str
+    per_minute_tokens: str
+    per_day_tokens: str
+    no_limit: str
+    requests_count: str
+    ledger: str
+    day: str
 
     # what can go wrong
     apology: str

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from openk3.agents.calls import FinishedCall, run_calls
-from openk3.agents.rounds import Rounds
+from openk3.agents.rounds import ANSWER, Rounds
 from openk3.agents.tools.tool import Tool
 from openk3.chat.reply import ToolCall
 from openk3.serve.access import log_failure
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.web.prompt import model_messages
 from openk3.serve.web.records import Attachment, ConversationGoneError, Message, StoreError
 from openk3.serve.web.running import Running
@@ -58,11 +60,17 @@ class ModelNotReadyError(SpokenError):
 
 
 class Replies:
-    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns."""
+    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns.
 
-    def __init__(self, store: Store, get_llm: Callable[[], LLM | None]) -> None:
+    `record` is told what each round of the model has used: for whom (the id of their key, "" without), of which model.
+    """
+
+    def __init__(
+        self, store: Store, get_llm: Callable[[], LLM | None], record: Callable[[str, str, Usage], None]
+    ) -> None:
         self.store = store
         self.get_llm = get_llm
+        self._record = record
         self._running: dict[str, Running] = {}
         self._listeners: list[Listener] = []
         self._closing = False
@@ -99,20 +107,20 @@ class Replies:
 
     # doing
 
-    def send(self, conversation_id: str, text: str, attachments: Sequence[Attachment] = ()) -> None:
+    def send(self, conversation_id: str, text: str, attachments: Sequence[Attachment] = (), owner: str = "") -> None:
         """Add a user message and start the reply. Raises `ModelNotReadyError` and what `Store.begin_turn` raises."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_turn(conversation_id, text, attachments))
+        self._start(llm, self.store.begin_turn(conversation_id, text, attachments), owner)
 
-    def regenerate(self, conversation_id: str, reply_id: int | None = None) -> None:
+    def regenerate(self, conversation_id: str, reply_id: int | None = None, owner: str = "") -> None:
         """Answer anew, beside `reply_id` or the last reply. Raises `ModelNotReadyError` and as `Store.begin_again`."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_again(conversation_id, reply_id))
+        self._start(llm, self.store.begin_again(conversation_id, reply_id), owner)
 
-    def edit(self, message_id: int, text: str) -> None:
+    def edit(self, message_id: int, text: str, owner: str = "") -> None:
         """Ask another version of a user message. Raises `ModelNotReadyError` and as `Store.begin_edited`."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_edited(message_id, text))
+        self._start(llm, self.store.begin_edited(message_id, text), owner)
 
     def select(self, conversation_id: str, message_id: int) -> None:
         """Show the branch of a message. Raises as `Store.select`."""
@@ -178,12 +186,12 @@ class Replies:
             raise ModelNotReadyError("not_ready")
         return llm
 
-    def _start(self, llm: LLM, reply: Message) -> None:
+    def _start(self, llm: LLM, reply: Message, owner: str) -> None:
         conversation = self.store.conversation(reply.conversation_id)
         if conversation is None:
             raise ConversationGoneError("gone")
         history = [m for m in self.store.messages(reply.conversation_id) if m.id < reply.id]
-        running = Running(reply, llm.name)
+        running = Running(reply, llm.name, owner)
         running.task = asyncio.get_running_loop().create_task(self._write(llm, conversation.settings, history, running))
         # In a callback, because a task that is cancelled before its first step never enters its body.
         running.task.add_done_callback(lambda _: self._finish(running))
@@ -219,13 +227,17 @@ class Replies:
             if box:
                 options["tools"] = [tool.definition for tool in box.values()]
                 options["tool_choice"] = "none" if rounds.must_answer else "auto"
+                options["grammar"] = ANSWER if rounds.must_answer else None
             running.begin_round()
             # In a thread, because it tokenizes the whole prompt.
             stream = await asyncio.to_thread(llm.achat_stream, before + rounds.messages, **options)
             running.stream = stream
-            async with aclosing(stream):
-                await self._read(stream, running)
-            running.stream = None
+            try:
+                async with aclosing(stream):
+                    await self._read(stream, running)
+            finally:
+                running.stream = None
+                self._record(running.owner, Path(llm.name).name, running.used())
             calls = rounds.add_reply(running.said, running.stats.finish_reason or "stop")
             if goes_on := rounds.goes_on:
                 rounds.add_results(await self._run_calls(running, calls, box))

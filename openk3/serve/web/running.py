@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.web.records import OPEN, Message, ReplyStats, Said, Status, Thinking, ToolUse, Work
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ class Running:
 
     Attributes:
         reply: the message as far as it has come.
+        owner: whose it is, as the ledger knows them.
         stats: what it has cost so far.
         said: what the model has said in this round.
         stream: the round that is being written; None while the prompt is tokenized or a tool runs.
     """
 
-    def __init__(self, reply: Message, model: str) -> None:
+    def __init__(self, reply: Message, model: str, owner: str) -> None:
         self.reply = reply
+        self.owner = owner
         self.stats = ReplyStats(model=model)
         self.task: asyncio.Task[None]
         self.said = Reply()
@@ -48,6 +51,7 @@ class Running:
         self._round += 1
         self.said = Reply()
         self._tokens_before = self.stats.completion_tokens
+        self._usage: Usage | None = None
         self.stats = replace(self.stats, finish_reason=None)
 
     def take(self, piece: Piece) -> None:
@@ -70,6 +74,7 @@ class Running:
         self._end_thinking()
         stats = replace(self.stats, finish_reason=piece.finish_reason)
         if (usage := piece.usage) is not None:
+            self._usage = Usage(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             stats = replace(
                 stats,
                 prompt_tokens=usage.prompt_tokens,
@@ -86,6 +91,10 @@ class Running:
                 self._decode_s += tokens / piece.timings.tokens_per_second
                 stats = replace(stats, tokens_per_second=self._timed_tokens / self._decode_s)
         self.stats = stats
+
+    def used(self) -> Usage:
+        """What this round has used; of one that was broken off, what is known of it."""
+        return self._usage or Usage(1, completion_tokens=self.stats.completion_tokens - self._tokens_before)
 
     def _think(self, text: str) -> None:
         last = self.reply.work[-1] if self.reply.work else None

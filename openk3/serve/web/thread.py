@@ -16,6 +16,7 @@ from openk3.serve.web.widgets import Text, box, button, set_attributes
 from openk3.serve.web.words import Words
 
 PAGE_SIZE = 40
+EARLIER_SIZE = 20  # so few that none is noticed as the reader scrolls
 
 
 class Thread:
@@ -29,7 +30,7 @@ class Thread:
         self._messages: Sequence[Message] = ()
         self._first_id = 0
         self._asked: set[str] = set()
-        with box("div", "scroller", tabindex="-1"):
+        with box("div", "scroller", tabindex="-1") as self._scroller:
             self._welcome = box("div", "welcome", hidden=True)
             self._earlier = button("", self.show_earlier, classes="quiet earlier")
             box("div", "thread", role="log", aria_label=words.messages, aria_live="off")
@@ -60,7 +61,7 @@ class Thread:
     def show_earlier(self) -> None:
         """Show the messages before those that are shown."""
         earlier = [message.id for message in self._messages if message.id < self._first_id]
-        self._first_id = earlier[-PAGE_SIZE] if len(earlier) > PAGE_SIZE else 0
+        self._first_id = earlier[-EARLIER_SIZE] if len(earlier) > EARLIER_SIZE else 0
         self.show(self._messages)
 
     def show(self, messages: Sequence[Message]) -> None:
@@ -68,8 +69,7 @@ class Thread:
         before = {message.id: message.status for message in self._messages}
         self._messages = messages
         shown = [message for message in messages if message.id >= self._first_id]
-        busy = any(message.status == "streaming" for message in messages)
-        patches = [patch for message in shown if (patch := self._patch(message, busy)) is not None]
+        patches = [patch for message in shown if (patch := self._patch(message)) is not None]
         order = [message.id for message in shown]
         for message_id in self._shown.keys() - set(order):
             del self._shown[message_id]
@@ -83,21 +83,25 @@ class Thread:
         set_attributes(self._earlier, hidden=None if hidden else True)
         set_attributes(self._welcome, hidden=True if messages else None)
 
+    def show_state(self, *, busy: bool) -> None:
+        """While `busy` (a reply is being written) nothing can be edited or regenerated."""
+        set_attributes(self._scroller, data_busy="true" if busy else None)
+
     def grow(self, reply: Message) -> None:
         """Show how far a running reply has come."""
-        if reply.id in self._shown and (patch := self._patch(reply, True)) is not None:
+        if reply.id in self._shown and (patch := self._patch(reply)) is not None:
             self._run(f"openk3.thread.grow({json.dumps(patch)})")
         asking = {part.id for part in reply.work if isinstance(part, ToolUse) and part.status == "asking"}
         if asking - self._asked:
             self._asked |= asking
             self._announcer.set_text(self._words.approval_said)
 
-    def _patch(self, message: Message, busy: bool) -> dict[str, Any] | None:
+    def _patch(self, message: Message) -> dict[str, Any] | None:
         """What the browser lacks of a message; None if nothing."""
         if message.role == "user":
-            view = user_view(message, self._words, busy=busy)
+            view = user_view(message, self._words)
         else:
-            view = self._renderers.setdefault(message.id, ReplyRenderer()).view(message, self._words, busy=busy)
+            view = self._renderers.setdefault(message.id, ReplyRenderer()).view(message, self._words)
         old = self._shown.get(message.id)
         if view == old:
             return None

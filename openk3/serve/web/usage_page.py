@@ -1,4 +1,4 @@
-"""The page at ``/usage``: what the server has done since it started, and how it is doing now.
+"""The page at ``/usage``: what the server has done, how it is doing now, and the keys to its API.
 
 Everything is read from the engine's own statistics, the server's metrics and the stored answers at the moment it is
 shown, and again every two seconds.
@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 from nicegui import ui
 
+from openk3.serve.keys.ledger import Ledger
+from openk3.serve.keys.store import KeyStore
 from openk3.serve.metrics import Metrics
 from openk3.serve.web import theme
+from openk3.serve.web.keys_panel import DAYS, KeysPanel, ledger_table
 from openk3.serve.web.markup import Markup, element
 from openk3.serve.web.records import ReplyStats
 from openk3.serve.web.store import Store
@@ -31,11 +34,18 @@ RECENT_REPLIES = 50
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the page reads from."""
+    """Where the page reads from.
+
+    `key_id` is that of the reader's own key, which lets a reader see what it has used. Whoever needs no key sits at the
+    machine itself and manages them all.
+    """
 
     get_llm: Callable[[], LLM | None]
     metrics: Metrics
     store: Store
+    keys: KeyStore
+    ledger: Ledger
+    key_id: str | None
 
 
 class UsagePage:
@@ -50,15 +60,22 @@ class UsagePage:
                 Text("h1", words.usage, "welcome-title")
                 Text("a", words.back_to_chat, "foot-link", href="/", data_icon="arrow_back")
             Text("p", words.usage_since, "welcome-text")
-            self._places = [ui.html("", tag="section") for _ in range(2)]
+            self._tiles = ui.html("", tag="section")
+            if sources.key_id is None:
+                with box("section"):
+                    KeysPanel(words, sources.keys, sources.ledger)
+            self._tables = [ui.html("", tag="section") for _ in range(2)]
         self._show()
         ui.timer(REFRESH_S, self._show)
 
     def _show(self) -> None:
         llm = self._sources.get_llm()
         tiles = figures(llm.stats() if llm else None, self._sources.store.recent_stats(RECENT_REPLIES), self._words)
-        sections = [_tiles(tiles), _requests(self._sources.metrics.requests_by_endpoint(), self._words)]
-        for place, html in zip(self._places, sections, strict=True):
+        rows = self._sources.ledger.rows(days=DAYS, owner=self._sources.key_id)
+        names = {key.id: key.name for key in self._sources.keys.list()}
+        requests = _requests(self._sources.metrics.requests_by_endpoint(), self._words)
+        sections = (_tiles(tiles), ledger_table(rows, names, self._words), requests)
+        for place, html in zip((self._tiles, *self._tables), sections, strict=True):
             if place.content != html:
                 place.set_content(html)
 
