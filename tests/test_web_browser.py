@@ -331,6 +331,17 @@ def test_long_histories_open_at_their_end(page: Page, chat: Chat) -> None:
         expect(page.locator(".message")).to_have_count(count)
         expect(page.locator(f"[data-message='{first}']")).to_be_in_viewport()
     expect(page.locator(".earlier")).not_to_be_visible()
+    watch = """() => {
+        window.changed = 0;
+        const observer = new MutationObserver((changes) => { window.changed += changes.length; });
+        for (const message of document.querySelectorAll(".message"))
+            observer.observe(message, {subtree: true, childList: true, characterData: true});
+    }"""
+    page.evaluate(watch)
+    ask(page, "one more")
+    settle(page)
+    expect(page.locator(".message")).to_have_count(102)
+    assert page.evaluate("window.changed") == 0, "an answer draws nothing but itself"
     expect(page.locator(".conversation")).to_have_count(60)
     page.get_by_role("button", name="Show all").click()
     expect(page.locator(".conversation")).to_have_count(len(chat.store.conversations()))

@@ -24,7 +24,12 @@ pytestmark = [*needs_browser, pytest.mark.slow]
 PATIENCE_MS = 300_000
 
 MODEL = "qwen2.5-coder-0.5b"
-SETTINGS = ChatSettings(temperature=0, max_tokens=160, tools=("calculator", "datetime"))
+SETTINGS = ChatSettings(
+    temperature=0,
+    max_tokens=160,
+    tools=("calculator", "datetime"),
+    system_prompt="You are a helpful assistant. Use a tool once, then answer the question in one sentence.",
+)
 OTHERS = ("Merge two sorted lists", "租房合同要注意什么？", "Names for a small bakery", "SQL: find duplicate rows")
 
 

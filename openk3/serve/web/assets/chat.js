@@ -202,7 +202,9 @@ window.openk3 = (() => {
     const place = button.getBoundingClientRect(), height = menu.offsetHeight;
     const left = Math.min(place.left, innerWidth - menu.offsetWidth - 8);
     menu.style.left = `${Math.max(8, left)}px`;
-    menu.style.top = `${place.bottom + 6 + height < innerHeight ? place.bottom + 6 : Math.max(8, place.top - 6 - height)}px`;
+    const below = place.bottom + 6 + height < innerHeight;
+    menu.style.top = below ? `${place.bottom + 6}px` : "auto";
+    menu.style.bottom = below ? "auto" : `${innerHeight - place.top + 6}px`;
   }, true);
 
   document.addEventListener("keydown", (event) => {
