@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from agents import call_parts, has_model_reply
-from chat_support import chat_llm
+from chat_support import chat_llm, tokenizer
 from serving import idle, until
 from web_chat import happens, nobody
 
+from openk3.chat.turn import prepare_turn
 from openk3.serve.web.records import Attachment, ConversationGoneError, Message, Said, Thinking, ToolStatus, ToolUse
 from openk3.serve.web.replies import Replies
 from openk3.serve.web.settings import ChatSettings
@@ -127,3 +128,17 @@ async def test_tools_that_are_off_are_not_offered(replies: Replies, monkeypatch:
     replies.send(chat, "Hi")
     assert (await finished(replies, chat)).content == "Hello."
     assert "calculator" not in prompts[0]
+
+
+@pytest.mark.parametrize("effort", ["", "none"])
+async def test_effort_is_asked_for_as_it_is_picked(
+    replies: Replies, monkeypatch: pytest.MonkeyPatch, effort: str
+) -> None:
+    prompts = has_model_reply(monkeypatch, ("Hello.",))
+    chat = replies.store.create("c", ChatSettings(temperature=0, max_tokens=50).changed("effort", effort)).id
+    replies.send(chat, "Hi")
+    await finished(replies, chat)
+    given = {"messages": [{"role": "user", "content": "Hi"}]}
+    asked = prepare_turn(tokenizer("qwen"), **given, reasoning_effort=effort or None).prompt_ids
+    assert prompts == [tokenizer("qwen").decode(asked, skip_special_tokens=False)]
+    assert ("</think>" in prompts[0]) == (effort == "none")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from openk3.llm import LLM
 
 MAX_MESSAGE_LENGTH = 200_000
+MAX_COUNTED = 1_000_000  # characters of a file whose tokens are counted: that takes a second per million
 
 
 class ChatPage:
@@ -146,7 +147,7 @@ class ChatPage:
 
     def _count_tokens(self, text: str) -> int | None:
         llm: LLM | None = self.replies.get_llm()
-        return None if llm is None else len(llm.tokenizer.encode(text))
+        return None if llm is None or len(text) > MAX_COUNTED else len(llm.tokenizer.encode(text))
 
     # showing
 
