@@ -8,15 +8,16 @@ openk3.thread = (() => {
   const nodes = new Map();
   let editing = null;
 
-  function fromHTML(html) {
+  // One pass of the sanitizer for many pieces, each of them one element: a pass has a cost of its own.
+  function fromHTML(pieces) {
     const holder = document.createElement("div");
-    holder.setHTML(html);
-    const node = holder.firstElementChild ?? document.createElement("div");
-    for (const button of node.querySelectorAll(".code-copy")) {
+    holder.setHTML(pieces.join(""));
+    for (const button of holder.querySelectorAll(".code-copy")) {
       button.textContent = openk3.words.copy;
       button.setAttribute("aria-label", openk3.words.copy_code);
     }
-    return node;
+    const elements = [...holder.children];
+    return elements.length === pieces.length || pieces.length === 1 ? elements : pieces.flatMap((html) => fromHTML([html]));
   }
 
   // A details element stays, so that it stays open or closed as the reader left it: only what is in it is exchanged.
@@ -48,17 +49,26 @@ openk3.thread = (() => {
     return article;
   }
 
-  function apply(article, patch) {
-    const [body, foot] = article.children;
-    while (body.children.length > patch.count) body.lastElementChild.remove();
-    for (const [index, html] of Object.entries(patch.blocks)) {
-      const old = body.children[index], fresh = fromHTML(html);
-      if (old) replace(old, fresh);
-      else body.append(fresh);
+  const FOOT = "foot";
+
+  function apply(patches) {
+    const pieces = patches.flatMap((patch) => {
+      const blocks = Object.entries(patch.blocks);
+      return (patch.foot === undefined ? blocks : [...blocks, [FOOT, `<div class="foot">${patch.foot}</div>`]]).map((piece) => [patch, ...piece]);
+    });
+    const fresh = fromHTML(pieces.map(([, , html]) => html));
+    for (const patch of patches) {
+      const article = nodes.get(patch.id), body = article.firstElementChild;
+      while (body.children.length > patch.count) body.lastElementChild.remove();
+      if (patch.busy) article.setAttribute("aria-busy", "true");
+      else article.removeAttribute("aria-busy");
     }
-    if (patch.foot !== undefined) foot.setHTML(patch.foot);
-    if (patch.busy) article.setAttribute("aria-busy", "true");
-    else article.removeAttribute("aria-busy");
+    pieces.forEach(([patch, place], i) => {
+      const article = nodes.get(patch.id), body = article.firstElementChild;
+      if (place === FOOT) article.querySelector(":scope > .foot").replaceWith(fresh[i]);
+      else if (body.children[place]) replace(body.children[place], fresh[i]);
+      else body.append(fresh[i]);
+    });
   }
 
   function clear() {
@@ -70,10 +80,8 @@ openk3.thread = (() => {
   function show(order, patches) {
     const column = find(".thread"), scroller = find(".scroller");
     const first = column.firstElementChild, top = first?.getBoundingClientRect().top;
-    for (const patch of patches) {
-      if (!nodes.has(patch.id)) nodes.set(patch.id, build(patch));
-      apply(nodes.get(patch.id), patch);
-    }
+    for (const patch of patches) if (!nodes.has(patch.id)) nodes.set(patch.id, build(patch));
+    apply(patches);
     const wanted = new Set(order);
     for (const [id, node] of nodes)
       if (!wanted.has(id)) { node.remove(); nodes.delete(id); }
@@ -88,8 +96,7 @@ openk3.thread = (() => {
   }
 
   function grow(patch) {
-    const node = nodes.get(patch.id);
-    if (node) apply(node, patch);
+    if (nodes.has(patch.id)) apply([patch]);
   }
 
   function reveal(id) {
