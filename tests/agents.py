@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from chat_support import ids_of, tokenizer
 
+from openk3.agents.tools.calculator import evaluate
+
 
 def call_parts(name: str, **arguments: Any) -> tuple[str, ...]:
     """The parts of a call, as `chat_support.ids_of` takes them."""
@@ -39,3 +41,16 @@ def has_model_reply(monkeypatch: pytest.MonkeyPatch, *replies: Sequence[str]) ->
 def calls_parts(*calls: tuple[str, ...]) -> tuple[str, ...]:
     """The parts of several calls in one reply, with what templates have between them."""
     return tuple(part for call in calls for part in ("\n", *call))[1:]
+
+
+@pytest.fixture
+def calculator_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the calculator compute in this process: starting its own each time would be most of a test's time.
+
+    Its process is tested in test_agents_tools and, from outside, in test_agents_mcp.
+    """
+
+    def run(function: str, data: bytes, **limits: Any) -> bytes:
+        return evaluate(data)
+
+    monkeypatch.setattr("openk3.agents.tools.calculator.run_confined", run)

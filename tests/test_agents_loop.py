@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from agents import call_parts, calls_parts, has_model_reply
+from agents import calculator_here, call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer
 from serving import idle, until
 
@@ -16,6 +16,7 @@ from openk3 import agents
 from openk3.agents import CallFinished, CallStarted, Finished, TextPiece, Tool
 from openk3.responses import GenerationError
 
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 USER = {"role": "user", "content": "How much?"}
 SUM = call_parts("calculator", expression="2 + 3")
 
@@ -75,6 +76,17 @@ def test_errors_go_back_and_retries_are_counted(monkeypatch: pytest.MonkeyPatch)
     ]
     assert (last.failures, last.retries, last.rounds) == (2, 2, 4)
     assert "Error: division by zero" in prompts[1]
+
+
+def test_a_tool_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = has_model_reply(monkeypatch, ('{"name": "animals", "arguments": {"a": 1}}',), SUM, ("5.",))
+    events, last = happens(["calculator"])
+    assert results(events) == ["Error: there is no tool 'animals'; there are calculator", "5"]
+    assert (last.text, last.failures, last.rounds) == ("5.", 1, 3)
+    assert "there is no tool 'animals'" in prompts[1]
+    for text in ('{"name": "animals"}', '{"name": "a", "arguments": {}} is JSON', '{"name": 1, "arguments": {}}', "{}"):
+        has_model_reply(monkeypatch, (text,))
+        assert happens(["calculator"])[1].text == text
 
 
 def test_parallel_calls_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +149,37 @@ def test_repeating_itself_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.append(1)
         return len(ran)
 
-    has_model_reply(monkeypatch, call_parts("count"), call_parts("count"), ("One.",))
+    prompts = has_model_reply(monkeypatch, call_parts("count"), call_parts("count"), ("One.",))
     _, last = happens([count])
     assert (len(ran), last.rounds, last.text) == (1, 3, "One.")
+    assert "Answer my question now" in prompts[2] and "<tools>" not in prompts[2]
+    assert not any("Answer my question now" in str(message) for message in last.messages)
+
+
+def test_going_in_circles_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (call_parts("calculator", expression=f"1 + {i}") for i in range(2))
+    has_model_reply(monkeypatch, one, two, one, ("Enough.",))
+    _, last = happens(["calculator"])
+    assert (last.rounds, len(last.calls), last.text) == (4, 3, "Enough.")
+
+
+def test_what_changes_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(("waiting", "waiting", "done"))
+
+    def status() -> str:
+        """How it stands."""
+        return next(states)
+
+    def wait() -> str:
+        """Waits."""
+        return "waited"
+
+    has_model_reply(monkeypatch, *[call_parts(name) for name in ("status", "wait", "status")], ("Not yet.",))
+    _, last = happens([status, wait])
+    assert last.text == "Not yet."
+    has_model_reply(monkeypatch, *[call_parts(name) for name in ("wait", "status", "wait")], ("Done.",))
+    _, last = happens([status, wait])
+    assert [done.result.text for done in last.calls] == ["waited", "done", "waited"]
 
 
 def test_limits_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

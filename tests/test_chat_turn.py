@@ -176,6 +176,30 @@ def test_calls_without_marks(text: str, names: list[str]) -> None:
         check(reply)
 
 
+GET_TIME = '{"name": "get_time", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "number"),
+    [
+        (f'{GET_TIME}\n{{"response": "It is late."}}', '{"response": "It is late."}', 1),
+        (f"```json\n{GET_TIME}\n```\n\nThat is it.", "That is it.", 1),
+        (f"```json\n{GET_TIME}\n{GET_TIME}\n```\nSo.", "So.", 2),
+        # Where the grammar leaves calls, so does the parser.
+        (f"```\n{GET_TIME}\n```\n{GET_TIME}", GET_TIME, 1),
+        (f"[{GET_TIME}] {GET_TIME}", GET_TIME, 1),
+        (f"{GET_TIME} ```json\n{GET_TIME}\n```", f"```json\n{GET_TIME}\n```", 1),
+    ],
+)
+def test_text_after_calls_without_marks(text: str, content: str, number: int) -> None:
+    asked = turn("qwen")
+    assert follow("qwen", asked, text).accepting
+    reply = written(tokenizer("qwen"), asked, ids_of("qwen", text))
+    assert (reply.content.strip("] \n"), len(reply.calls)) == (content, number)
+    single = turn("qwen", parallel_tool_calls=False)
+    assert follow("qwen", single, GET_TIME).ended
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -364,3 +388,17 @@ def test_the_answer_after_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None
     reply = llm.chat([USER, begun], tools=TOOLS)
     assert (reply.text, reply.finish_reason) == ("sunny.", "stop")
     assert reply.usage.prompt_tokens == len(turn("qwen", messages=[USER, begun]).prompt_ids)
+
+
+def test_as_many_tools_as_there_may_be() -> None:
+    """With more text around them than a grammar may have."""
+    words = {"description": "word " * 400, "title": "Title", "examples": ["x"] * 50}
+    tools = []
+    for i in range(128):
+        named = {f"{name}_{i}": {"type": "string", **words} for name in ("city", "title", "description")}
+        tools.append(tool(f"function_number_{i}", **named, kind={"enum": ["a", "b", "c"]}))
+    for choice in ("auto", "required"):
+        asked = turn("qwen", tools=tools, tool_choice=choice)
+        begun = ("<tool_call>", '\n{"name": "function_number_99", "arguments": {"')
+        assert not follow("qwen", asked, *begun, 'title_99": "').accepting
+        assert refuses("qwen", asked, *begun, "title_98")

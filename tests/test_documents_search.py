@@ -68,6 +68,13 @@ def test_passages_keep_to_their_heading() -> None:
     assert cut[1][1].startswith("## Rent\n\nThe monthly") and cut[1][1].endswith("heating.")
 
 
+def test_paragraphs_stay_whole() -> None:
+    paragraphs = [f"{letter} " * 250 + "end" for letter in "abcd"]
+    text = "\n\n".join(paragraphs) + "\n\nshort\nlines\n \nmore"
+    cut = [text[p.start : p.end] for p in passages(Document("a.txt", "text", text))]
+    assert cut == [*paragraphs[:3], paragraphs[3] + "\n\nshort\nlines\n \nmore"]
+
+
 def test_a_long_paragraph_is_cut_at_its_sentences() -> None:
     text = "This is a sentence of some words. " * 200
     cut = [text[p.start : p.end] for p in passages(Document("a.txt", "text", text))]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from documents import W, docx, paragraph, pdf
@@ -168,7 +170,7 @@ def test_endless_pages() -> None:
         assert "pages" in str(error) or "damaged" in str(error)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damaged_files_give_text_or_a_sentence(data: st.DataObject) -> None:
     """Bytes of good files changed at random. In this process where the parser is Python, else confined as always."""
@@ -221,6 +223,19 @@ def test_what_comes_back(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^no: ä$"):
         run_confined("test_documents_text:refuses", "ä".encode(), seconds=20, megabytes=300)
     assert run_confined("test_documents_text:looks", b"", seconds=20, megabytes=300) == b"nothing"
+
+
+def naps(data: bytes) -> bytes:
+    time.sleep(0.1)
+    return data
+
+
+def test_more_than_fit_wait_for_their_turn(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its whole time from when it begins, however many are asked for at once."""
+    monkeypatch.setattr("openk3.confined._SLOTS", threading.BoundedSemaphore(2))
+    with ThreadPoolExecutor(4) as pool:
+        run = [pool.submit(run_confined, "test_documents_text:naps", b"x", seconds=20, megabytes=300) for _ in range(4)]
+        assert [future.result() for future in run] == [b"x"] * 4
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from serving import CONTEXT, MODEL, debug_app, live
 from openk3.serve.app import create_app
 
 ARGUMENTS = {"city": "Zürich", "note": '</tool_call> "<think>"', "deep": {"list": [1, None, {}]}}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 CALLS = (
     *("<think>", "\nTwo calls.\n", "</think>", "\n\n", "Let me see.", "\n"),
     *(
         "<tool_call>",
-        f'\n{{"name": "weather", "arguments": {json.dumps(ARGUMENTS, ensure_ascii=False)}}}\n',
+        f'\n{{"name": "weather", "arguments": {JSON}}}\n',
         "</tool_call>",
         "\n",
     ),
@@ -222,6 +223,14 @@ def test_what_the_model_reads(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -
 def test_turns_of_one_role_are_one(api: Anthropic) -> None:
     several: Any = [USER, {"role": "user", "content": [{"type": "text", "text": "Or Rome?"}]}]
     together: Any = [{"role": "user", "content": "Paris?\nOr Rome?"}]
+    spoken: Any = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]},
+        {"role": "assistant", "content": "Well"},
+        {"role": "assistant", "content": ", yes."},
+    ]
+    at_once = [*spoken[0]["content"], {"type": "text", "text": "Well, yes."}]
+    several += [*spoken, {"role": "user", "content": "So?"}]
+    together += [{"role": "assistant", "content": at_once}, {"role": "user", "content": "So?"}]
     counts = [api.messages.count_tokens(model=MODEL, messages=chat).input_tokens for chat in (several, together)]
     assert counts[0] == counts[1]
 

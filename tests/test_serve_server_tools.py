@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from agents import call_parts, calls_parts, has_model_reply
+from agents import calculator_here, call_parts, calls_parts, has_model_reply
 from chat_support import chat_llm, tokenizer, tool
 from documents import pdf
 from openai import InternalServerError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serving import MODEL, client, live, sse
+from serving import MODEL, client, idle, live, sse, until
 
 from openk3.serve.app import create_app
 
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 USER = {"role": "user", "content": "How much?"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": [{"type": "calculator"}], "temperature": 0}
 SUM = call_parts("calculator", expression="2 + 3")
@@ -215,6 +217,33 @@ def test_search_in_files(url: str, api: OpenAI, monkeypatch: pytest.MonkeyPatch)
     error = refused(url, {"tools": tools})
     assert error["param"] == "tools[0].search_documents.file_ids[1]"
     assert "broken.pdf: the PDF cannot be read: it is damaged" in error["message"]
+
+
+def test_a_damaged_index_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = {"model_name": MODEL, "web": False, "owns_model": False, "state_folder": tmp_path}
+    found: list[str] = []
+    file_id = ""
+    for damage in (False, True):
+        if damage:
+            assert (tmp_path / "search.sqlite3").exists()
+            (tmp_path / "search.sqlite3").write_bytes(b"no database" * 1000)
+        with live(create_app(lambda: chat_llm("qwen"), **options)) as url:
+            file_id = file_id or upload(url, "a.txt", b"The rent is 900 euros.")
+            tools: Any = [{"type": "search_documents", "search_documents": {"file_ids": [file_id]}}]
+            has_model_reply(monkeypatch, call_parts("search_documents", query="rent"), ("900.",))
+            message = client(url).chat.completions.create(**BODY | {"tools": tools}).choices[0].message
+            found.append((message.model_extra or {})["server_tool_calls"][0]["result"])
+    assert found == ["[1] a.txt:\nThe rent is 900 euros."] * 2
+
+
+def test_a_client_that_goes_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round, with the first behind it: nothing goes on running."""
+    has_model_reply(monkeypatch, SUM, ("x" * 3000,))
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            if '"content":"x' in line:
+                break
+    until(lambda: idle(chat_llm("qwen")))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from chat_support import TAGS, chat_llm, has_model_say, tokenizer, tool
+from chat_support import TAGS, allowed, chat_llm, has_model_say, tokenizer, tool
 from openai import LengthFinishReasonError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import MODEL, client, live, sse
@@ -196,6 +196,37 @@ def test_a_conversation_goes_on(api: OpenAI, monkeypatch: pytest.MonkeyPatch) ->
     assert reply.usage.prompt_tokens == len(tokenizer("qwen").encode_chat(chat, BODY["tools"]))
 
 
+def test_a_partial_message_is_continued(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_model_say(monkeypatch, "qwen", "rain.")
+    messages: Any = [USER, {"role": "assistant", "content": "There is ", "partial": True}]
+    reply = api.chat.completions.create(**BODY | {"messages": messages})
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("rain.", "stop")
+    chunks = api.chat.completions.create(**BODY | {"messages": messages}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "rain."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_no_grammar_keeps_is_kept_all_the_same(api: OpenAI, stream: bool) -> None:
+    bits = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    asked: dict[str, Any] = BODY | {
+        "tools": [tool("pick", bits=bits)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "logit_bias": {"260": -100},
+        "max_tokens": 200,
+    }
+    schema = asked["tools"][0]["function"]["parameters"]
+    for seed in range(4):
+        if stream:
+            with api.chat.completions.stream(**asked, seed=seed) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = api.chat.completions.create(**asked, seed=seed).choices[0].message
+        assert message.tool_calls is not None
+        jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), schema)
+
+
 def test_tools_of_a_message(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     has_model_say(monkeypatch, "qwen", "<tool_call>", '\n{"name": "search", "arguments": {}}\n', "</tool_call>")
     messages: Any = [USER, {"role": "system", "tools": [tool("search")]}]
@@ -229,6 +260,22 @@ ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         ({"tool_choice": "any"}, "tool_choice", "expected 'auto', 'none', 'required' or"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "'required' needs tools"),
+        ({"tool_choice": allowed("auto", "x")}, "tool_choice.allowed_tools.tools[0]", "there is no tool 'x'"),
+        (
+            {"tools": [tool("f", x={"$ref": "https://a.org/b"})]},
+            "tools",
+            "'f' cannot be called: the JSON schema has the",
+        ),
+        (
+            {"tools": [tool("f", x={"type": "no"})]},
+            "tools",
+            "the tool 'f' cannot be called: the JSON schema is malformed",
+        ),
+        (
+            {"messages": [USER | {"partial": True}]},
+            "messages[0].partial",
+            "only an assistant message without tool_calls",
+        ),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "expected a boolean"),
         ({"messages": [USER, ASKED]}, "messages[1].tool_calls", "no result for 'c1'"),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import call_parts, has_model_reply
+from agents import calculator_here, call_parts, has_model_reply
 from chat_support import chat_llm
 from documents import pdf
 from typer.testing import CliRunner, Result
@@ -20,6 +20,8 @@ from openk3.agents.tools.tool import Tool
 from openk3.chat.history import check_tool_history
 from openk3.chat.messages import validate_messages
 from openk3.repl import Repl
+
+pytestmark = pytest.mark.usefixtures(calculator_here.__name__)
 
 
 def k3(*arguments: str) -> Result:

@@ -14,6 +14,7 @@ The rules are those of `openk3.agents.rounds`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from openk3.agents.calls import Approve, FinishedCall, run_calls, run_calls_here
 from openk3.agents.rounds import ANSWER, MAX_ROUNDS, Rounds
 from openk3.agents.tools.tool import Tool, ToolLike, toolbox
-from openk3.chat.parser import ReplyDelta
+from openk3.chat.parser import ReplyDelta, random_call_id
 from openk3.chat.reply import Reply, ToolCall
 from openk3.responses import Usage
 
@@ -183,7 +184,8 @@ class _Conversation:
                 options["grammar"] = ANSWER
         elif self._rounds.rounds:
             options.pop("tool_choice", None)
-        return {"messages": [*self._given, *self._rounds.messages], "tools": self._definitions, **options}
+        messages = [*self._given, *self._rounds.messages, *self._rounds.reminder]
+        return {"messages": messages, "tools": self._definitions, **options}
 
     def read(self, piece: Piece) -> Iterator[TextPiece]:
         self._reply.add(ReplyDelta(piece.text, piece.reasoning, piece.tool_calls))
@@ -202,6 +204,8 @@ class _Conversation:
         if self._left is not None:
             self._left -= used.completion_tokens
         self._finish_reason = self._end.finish_reason
+        if not self._reply.calls and not self._rounds.must_answer and (call := _attempted_call(self._reply.content)):
+            self._reply, self._finish_reason = Reply("", self._reply.reasoning, [call]), "tool_calls"
         return self._rounds.add_reply(self._reply, self._finish_reason)
 
     def next_stream(self, finished: list[FinishedCall], chat: Callable[..., Any]) -> Any:
@@ -232,3 +236,22 @@ class _Conversation:
             rounds.failures,
             rounds.retries,
         )
+
+
+def _attempted_call(text: str) -> ToolCall | None:
+    """The call of a tool that does not exist, which is no call to the parser of replies: it knows the tools' names.
+
+    As the model meant it as one, it is told so, rather than the user shown JSON.
+    """
+    text = text.strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if said.keys() != {"name", "arguments"} or not isinstance(said["name"], str) or not said["name"]:
+        return None
+    if not isinstance(said["arguments"], dict):
+        return None
+    return ToolCall(random_call_id(), said["name"], json.dumps(said["arguments"], ensure_ascii=False))

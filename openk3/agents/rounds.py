@@ -4,10 +4,10 @@ It knows neither how replies are generated nor how calls are run, so the SDK's l
 
 - A round is one reply of the model. In the last one it may not call: it answers with what it has.
 - Calls that somebody else runs (a client of the server) end the conversation for now; ours of that reply are run first.
-- A model that repeats the calls of the round before, which small ones do, gets no new result by it: they are not run
-  again, it is told the same once more, and has to answer.
-- Where it has to answer, its answer begins like none of the forms that calls are written in: small models otherwise
-  write, as text, the call that they may not make.
+- Calls that repeat those of the round before, which small models make, are not run again: the model is told the same
+  once more. After a round that brought nothing new it has to answer.
+- Where it has to answer it is told so, in a message that is not kept, and its answer begins like one (`ANSWER`): small
+  models otherwise write, as text, the call that they may not make.
 - Results and errors alike go back to the model. How often it called a tool again that had failed is counted.
 """
 
@@ -22,7 +22,8 @@ from openk3.chat.reply import Reply, ToolCall
 from openk3.engine.grammar.spec import Grammar
 
 MAX_ROUNDS = 10
-ANSWER = Grammar.regex(r"[^\s{<\[`][\s\S]*")
+ANSWER = Grammar.regex(r"[\p{L}\p{N}*#(\"'$€£¥+-][\s\S]*")
+_NOW = "Answer my question now, in its language and in words, from the results above. Call no tool."
 
 
 @dataclass
@@ -51,7 +52,8 @@ class Rounds:
     retries: int = 0
     goes_on: bool = False
     _asked: list[ToolCall] = field(default_factory=list)
-    _repeated: bool = False
+    _stuck: bool = False
+    _learnt: set[tuple[tuple[str, str], str]] = field(default_factory=set)
     _results: dict[tuple[str, str], FinishedCall] = field(default_factory=dict)
     _failed: set[str] = field(default_factory=set)
 
@@ -62,7 +64,12 @@ class Rounds:
     @property
     def must_answer(self) -> bool:
         """Whether the next reply may hold no calls."""
-        return self._repeated or self.rounds >= self.max_rounds - 1
+        return self._stuck or self.rounds >= self.max_rounds - 1
+
+    @property
+    def reminder(self) -> list[dict[str, Any]]:
+        """What the next request has after `messages`, for itself alone."""
+        return [{"role": "user", "content": _NOW}] if self.must_answer and self.messages else []
 
     def add_reply(self, reply: Reply, finish_reason: str) -> list[ToolCall]:
         """Take a reply, and return the calls of it that are to be run; `add_results` is next.
@@ -76,9 +83,7 @@ class Rounds:
         if not ours:
             return []
         self.messages.append(Reply("" if not self.goes_on else reply.content, reply.reasoning, ours).message())
-        new = [call for call in ours if self._key(call) not in self._results]
-        self._repeated = not new
-        return new
+        return [call for call in ours if self._key(call) not in self._results]
 
     def add_results(self, finished: Sequence[FinishedCall]) -> None:
         """Take the results of the calls that `add_reply` returned."""
@@ -94,6 +99,9 @@ class Rounds:
             results[self._key(call)] = done
             self.messages.append(FinishedCall(call, done.result).message())
         self._results = results
+        learnt = {(key, done.result.text) for key, done in results.items()}
+        self._stuck = learnt <= self._learnt
+        self._learnt |= learnt
 
     @staticmethod
     def _key(call: ToolCall) -> tuple[str, str]:

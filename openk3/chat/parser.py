@@ -294,7 +294,8 @@ class ReplyParser:
         """Whether a grammar has kept the draft to a call, if there is one."""
         if self._lead is None or not self._heads:
             return True
-        return self._heads[min(self.num_calls, 1)].match(self._lead.text + draft.text) is not None
+        written = self._lead.skipped + self._lead.text + draft.text
+        return self._heads[min(self.num_calls, 1)].match(written) is not None
 
     def _settle(self, cut: bool) -> None:
         """End the draft: it is a call, a part of one if the reply was cut, or else text."""

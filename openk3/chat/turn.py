@@ -20,6 +20,7 @@ from openk3.chat.parser import ReplyParser
 from openk3.chat.reply import Reply
 from openk3.chat.tokenizer import Tokenizer
 from openk3.engine.grammar.reply import Reasoning, ReplyForm
+from openk3.engine.grammar.schema import without_annotations
 from openk3.engine.grammar.spec import Grammar
 from openk3.engine.grammar.tools import ToolCalls
 from openk3.engine.request import SamplingParams
@@ -164,7 +165,9 @@ def prepare_turn(
     named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
     single = named or not parallel_tool_calls
     schemas = {
-        tool["function"]["name"]: _NOTHING if (given := tool["function"].get("parameters")) is None else given
+        tool["function"]["name"]: without_annotations(
+            _NOTHING if (p := tool["function"].get("parameters")) is None else p
+        )
         for tool in offered
         if tool["function"]["name"] in allowed
     }
@@ -188,7 +191,9 @@ def _reply_form(
     """What the whole reply is kept to; None where `answer` is all that is asked for, if that."""
     calls = None
     if tools:
-        plain = marks.plain_calls and not prompt.continued
+        # Small models often know how to end a list of calls only in JSON, or in a fence of Markdown; one call the
+        # grammar ends for them, and all but the values are forced if it has the dialect's own form.
+        plain = marks.plain_calls and not prompt.continued and not (required and not parallel)
         if not (marks.calls.mark or required or plain):
             return None
         try:

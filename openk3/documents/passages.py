@@ -53,16 +53,17 @@ def passages(document: Document) -> Iterator[Passage]:
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
     """Headings, paragraphs, and the pieces of those that are too long."""
-    begin = end = -1  # the paragraph that the lines so far make up
+    begin, end = -1, 0  # the paragraph that the lines so far make up, and where the last of them ended
     for line in _LINE.finditer(text):
-        blank, heading = not line.group().strip(), _HEADING.match(line.group()) is not None
-        if begin >= 0 and (blank or heading or text[line.start() - 1] == "\f"):
+        if not (shown := line.group().strip()):
+            continue
+        start = line.start() + line.group().index(shown)
+        heading = _HEADING.match(shown) is not None
+        between = text[end:start]
+        if begin >= 0 and (heading or "\f" in between or between.count("\n") > 1):
             yield from _pieces(text, begin, end)
             begin = -1
-        if blank:
-            continue
-        begin = begin if begin >= 0 else line.start() + len(line.group()) - len(line.group().lstrip())
-        end = line.start() + len(line.group().rstrip())
+        begin, end = begin if begin >= 0 else start, start + len(shown)
         if heading:
             yield begin, end
             begin = -1

@@ -1,9 +1,9 @@
-"""The server: an OpenAI-compatible API and the web workspace around one model.
+"""The server: an API in the protocols of OpenAI and Anthropic, and the web workspace, around one model.
 
 `create_app` puts the parts together; `run` serves them until it is told to stop. From the outside in, a request passes
-`access` (id, log line, metrics), `limits` (who may ask, how much), `validation` and `openai_types` (what may be
-asked), then `chat` or `completions`, which hand it to the engine through `generation` and answer whole or through
-`sse`.
+`access` (id, log line, metrics), `limits` and `keys` (who may ask, how much), `validation` and the types of its
+protocol (what may be asked), then the protocol's endpoint, which has a chat answered through `running` and
+`generation`, and answers whole or through `sse`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from openk3.serve.mcp_endpoint import McpEndpoint
 from openk3.serve.metrics import Metrics
 from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
-from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.server import close_state, default_state_folder, open_database, open_state
 from openk3.weights.store import cache_root
 
@@ -63,7 +62,6 @@ def create_app(
     model_name: str,
     web: bool = True,
     store_path: Path | None = None,
-    responses_path: Path | None = None,
     state_folder: Path | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -82,8 +80,7 @@ def create_app(
         model_name: the model id in the API.
         web: serve the web workspace at ``/`` too.
         store_path: SQLite file of the web workspace's conversations; None: in the cache directory.
-        responses_path: SQLite file of stored responses; None: in the cache directory.
-        state_folder: where files, keys, usage, batches and caches are kept; None: in the cache directory.
+        state_folder: where files, keys, usage, responses, batches and caches are kept; None: in the cache directory.
         max_body_bytes: a request body of more bytes is refused with 413.
         max_file_bytes: the same for an uploaded file, with its form.
         allowed_hosts: host names, besides the loopback, that requests may be addressed to and web pages may come from;
@@ -108,7 +105,6 @@ def create_app(
             yield
         await app.state.batch_runner.close()
         slot.close()
-        app.state.responses.close()
         close_state(app.state)
 
     # No generated documentation pages: they load scripts from foreign servers.
@@ -116,7 +112,6 @@ def create_app(
     slot = ModelSlot(app.state, model_name, loader, owns_model=owns_model)
     app.state.slot = slot
     app.state.metrics = metrics
-    app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     app.state.queue = RequestQueue(max_queue)
     app.state.mcp_tools = mcp_tools or {}
     metrics.watch(lambda: slot.llm, app.state.queue)

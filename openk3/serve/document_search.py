@@ -7,6 +7,7 @@ again: a file that is gone from the store is not found, whatever the index holds
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from pathlib import Path
 from openk3.agents.tools.search_documents import search_tool
 from openk3.agents.tools.tool import Tool
 from openk3.documents.search import SearchIndex
-from openk3.documents.text import Document, read_document
+from openk3.documents.text import MAX_BYTES, Document, read_document
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.routes import require_file
 from openk3.serve.files.store import FileStore, StoredFile
+
+log = logging.getLogger("openk3.serve")
 
 
 class DocumentSearch:
@@ -49,7 +52,13 @@ class DocumentSearch:
     def _open(self) -> SearchIndex:
         with self._opening:
             if self._index is None:
-                self._index = SearchIndex(self._path)
+                try:
+                    self._index = SearchIndex(self._path)
+                except ValueError as error:  # damaged, or of another version: it is a copy, and made again
+                    log.warning("%s; it is made again", error)
+                    for name in (self._path.name, f"{self._path.name}-wal", f"{self._path.name}-shm"):
+                        self._path.with_name(name).unlink(missing_ok=True)
+                    self._index = SearchIndex(self._path)
             return self._index
 
     def _prepare(self, files: FileStore, file_ids: Sequence[str], param: str) -> None:
@@ -68,6 +77,8 @@ def read_file(files: FileStore, file: StoredFile, param: str) -> Document:
         ApiError: 400, it cannot be read; 404, it was deleted just now.
     """
     try:
+        if file.bytes > MAX_BYTES:  # before so much is read
+            raise ValueError(f"{file.filename}: it has {file.bytes >> 20} MB; at most {MAX_BYTES >> 20} MB are read")
         return read_document(file.filename, files.path(file).read_bytes())
     except FileNotFoundError:
         raise ApiError(404, f"No such file: {shown(file.id)}.", param=param, code="file_not_found") from None

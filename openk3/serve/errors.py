@@ -150,8 +150,10 @@ def wrong_method(request: Request) -> ApiError:
 def allowed_methods(request: Request) -> list[str]:
     """What the API's routes allow for a path; nothing for an unknown one."""
     routes: list[APIRoute] = request.app.state.api_routes
-    known = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted(set().union(*known))
+    known = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    # A path of its own comes before one that is an example of another's: input_tokens is the id of no response.
+    own = [route for route in known if route.path_format == request.url.path]
+    return sorted(set().union(*(route.methods or () for route in own or known)))
 
 
 def shown(value: object, limit: int = 80) -> str:

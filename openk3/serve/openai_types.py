@@ -1,10 +1,5 @@
 """What a request to the OpenAI-compatible endpoints may say: names, types, ranges, and what is refused.
 
-The rule for parameters is that none is silently ignored if it would change the answer. A parameter is either honoured;
-or it is known and does not bear on the answer here (`Harmless`: who the user is, what to store or cache); or it asks
-for something this server does not do yet (`unsupported`) and is refused by name unless it has its neutral value; or
-it is unknown and refused. Types are strict: ``"0.7"`` is not a temperature.
-
 Fields, defaults and ranges are those of https://platform.openai.com/docs/api-reference, plus ``top_k``, ``min_p`` and
 ``repetition_penalty`` under the names that vLLM and llama.cpp gave them, and ``priority`` (default 0): requests with a
 larger number go first and may displace those with a smaller one, as in SGLang; vLLM's counts the other way.
@@ -13,26 +8,18 @@ larger number go first and may displace those with a smaller one, as in SGLang; 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
 
 from openk3.chat.messages import MAX_TOOLS, Message, validate_messages, validate_tools
 from openk3.engine.grammar.spec import Grammar
+from openk3.serve.bodies import Body, Harmless, unsupported, wrong
 from openk3.serve.errors import shown
 from openk3.serve.server_tools import checked_tools, unfolded
 
@@ -40,55 +27,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 
-Harmless = Any
-
 # How hard the model is to think before it answers; "none": not at all.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-def wrong(message: str, *, param: str | None = None, code: str = "invalid_value") -> PydanticCustomError:
-    """The error a validator raises: `message` as the client will read it, `param` where the field's own path is too
-    coarse."""
-    return PydanticCustomError(code, "{message}", {"message": message, "param": param})
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """A field that must be absent, null, or one of the `neutral` values that ask for nothing."""
-
-    neutral: tuple[object, ...]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return BeforeValidator(self._check).__get_pydantic_core_schema__(source, handler)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self.neutral]}
-
-    def _check(self, value: object, info: ValidationInfo) -> None:
-        # By type as well: to Python, 0 is False.
-        if value is not None and not any(type(value) is type(one) and value == one for one in self.neutral):
-            raise wrong(
-                f"Unsupported parameter: '{info.field_name}' is not supported by this server yet; leave it out.",
-                code="unsupported_parameter",
-            )
-
-
-def unsupported(*neutral: object) -> Unsupported:
-    return Unsupported(neutral)
-
-
-def by(field: str) -> Discriminator:
-    """Tells the members of a union apart, which are annotated with ``Tag("<...>")``, by what their `field` holds.
-
-    `validation` knows the angle brackets for no part of a field's path.
-    """
-
-    def tag(value: object) -> str | None:
-        name = value.get(field) if isinstance(value, dict) else getattr(value, field, None)
-        return f"<{name}>" if isinstance(name, str) else None
-
-    tag.__name__ = field  # which is in the error
-    return Discriminator(tag)
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -204,12 +144,6 @@ def _prompt(value: object) -> list[str] | list[list[int]]:
 
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and value != [] and all(type(i) is int and i >= 0 for i in value)
-
-
-class Body(BaseModel):
-    """A JSON object of a request: no unknown fields, no types but the field's own."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
 _OBJECTS = {"type": "array", "items": {"type": "object"}}

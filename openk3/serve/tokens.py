@@ -12,9 +12,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
+from openk3.serve.bodies import Body, unsupported, wrong
 from openk3.serve.errors import ApiError
 from openk3.serve.loading import ModelSlot
-from openk3.serve.openai_types import Body, ChatRequest, Messages, Tools, unsupported, wrong
+from openk3.serve.openai_types import ChatRequest, Messages, Tools
 from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn, text_ids
 from openk3.serve.validation import parse_body

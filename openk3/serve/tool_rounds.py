@@ -127,7 +127,8 @@ class ToolChat(RunningChat):
     async def _next_round(self) -> bool:
         """Start the next round; False if there is no room for one."""
         usage, choice = self.usage(), self.generation.choices[0]
-        changes: dict[str, Any] = {"messages": [*self._body.messages, *validate_messages(self._rounds.messages)]}
+        more = validate_messages([*self._rounds.messages, *self._rounds.reminder])
+        changes: dict[str, Any] = {"messages": [*self._body.messages, *more]}
         choice_of_tools = self._body.tool_choice
         if self._rounds.must_answer:
             changes["tool_choice"] = "none"

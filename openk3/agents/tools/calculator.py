@@ -103,10 +103,11 @@ def _cut(text: str) -> str:
 
 CALCULATOR = Tool(
     name="calculator",
+    # No whole examples: small models copy them.
     description=(
-        "Computes exactly: arithmetic, percentages, roots, powers, trigonometry (radians), statistics, algebra and "
-        "calculus. Use it for every calculation. Examples: '1234.5 * 17% + 3^4', 'sqrt(2) / 3', 'mean(3, 5, 10)', "
-        "'solve(x^2 - 4 = 0, x)', 'diff(x^3, x)', 'integrate(sin(x), x, 0, pi)', 'simplify((x^2-1)/(x-1))'."
+        "Computes the exact value of a mathematical expression, and solves equations: + - * / ^ %, sqrt, sin, log, "
+        "mean, round, solve(equation, x), diff(f, x), integrate(f, x, a, b), limit(f, x, a), simplify, factor. Use it "
+        "for every calculation."
     ),
     parameters={
         "type": "object",

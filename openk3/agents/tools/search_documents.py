@@ -23,8 +23,9 @@ def search_tool(index: SearchIndex, document_ids: Sequence[str] | None = None) -
     return Tool(
         name=NAME,
         description=(
-            "Searches the user's documents and returns the passages that fit best, each with its file and page. Use it "
-            "for every question that the documents may answer, and say which passage the answer is from."
+            "Searches the user's documents (contracts, reports, manuals, notes) for words, and returns the passages "
+            "with the facts, each with its file and page. Use it for every question about what a document says, and "
+            "name the passage that the answer is from."
         ),
         parameters={
             "type": "object",

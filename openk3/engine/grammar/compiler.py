@@ -39,6 +39,9 @@ _ONE_LINE_JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_fle
 # At one place of a text: as many as a schema may have values. A step then takes some 10 ms at most.
 _MOST_ALTERNATIVES = 20_000
 
+# Of the lexer for one byte. 128 tools, any of which may be called at some places, take 300,000.
+_LEXER_WORK = 500_000
+
 # llguidance goes into rules that refer to others by recursion. With the stack that a thread usually has, some thousand
 # of them end the process.
 _STACK_BYTES = 256 * 1024**2
@@ -73,6 +76,7 @@ class GrammarCompiler:
         # Guarded by the lock:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._unkept: OrderedDict[Grammar, str] = OrderedDict()  # of those that had to be made lenient, why
 
     def compile(self, grammar: Grammar) -> Compiled:
         """`grammar`, compiled now or remembered. The first of all reads the vocabulary, which takes about a second.
@@ -104,16 +108,25 @@ class GrammarCompiler:
         Raises:
             ValueError: as `compile`, where leaving out keywords does not help.
         """
+        lenient = replace(grammar, lenient=True)
+        with self._lock:
+            unkept = self._unkept.get(grammar)
         try:
-            self.compile(grammar)
-            return grammar, ""
+            if unkept is None:
+                self.compile(grammar)
+                return grammar, ""
+            self.compile(lenient)
         except ValueError as error:
-            lenient = replace(grammar, lenient=True)
             try:
                 self.compile(lenient)
             except ValueError:
                 raise error from None
-            return lenient, str(error)
+            unkept = str(error)
+            with self._lock:
+                self._unkept[grammar] = unkept
+                if len(self._unkept) > _REMEMBERED:
+                    self._unkept.popitem(last=False)
+        return lenient, unkept
 
     def matcher(self, grammar: Grammar, *, ignore_eos: bool = False) -> Matcher:
         """A matcher at the beginning of a reply.
@@ -131,7 +144,10 @@ class GrammarCompiler:
 
         source = _source(grammar, self._tokenizer, vocabulary)
         limits = LLParserLimits(
-            max_items_in_row=_MOST_ALTERNATIVES, step_max_items=10 * _MOST_ALTERNATIVES, verbose_errors=False
+            max_items_in_row=_MOST_ALTERNATIVES,
+            step_max_items=10 * _MOST_ALTERNATIVES,
+            step_lexer_fuel=_LEXER_WORK,
+            verbose_errors=False,
         )
         start = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         start.compute_bitmask()  # what it learns of its lexer here, every copy knows

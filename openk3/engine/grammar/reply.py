@@ -99,8 +99,8 @@ class ReplyForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer may begin with a call without marks."""
-        return self.calls is not None and self.calls.plain and not self.calls.required and self.answer is None
+        """Whether a reply may begin with a call without marks."""
+        return self.calls is not None and self.calls.plain and (self.calls.required or self.answer is None)
 
     @property
     def plain_heads(self) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
@@ -124,7 +124,7 @@ class ReplyForm:
         rules = [*self._reasoning_rules(special), *self._rest_rules(special)]
         if self.calls is not None:
             rules += _call_rules(self.calls, special)
-            rules += _plain_rules(self.calls) if self.is_plain else []
+            rules += _plain_rules(self.calls, self._no_mark(special)) if self.is_plain else []
         return "\n".join(["%llguidance {}", *rules])
 
     def _reasoning_rules(self, special: Mapping[str, int]) -> list[str]:
@@ -158,7 +158,7 @@ class ReplyForm:
         """What comes after reasoning."""
         calls, marked = self.calls, self.calls.form.mark if self.calls is not None else ""
         if calls is not None and calls.required:
-            return ["rest: calls"]
+            return ["rest: " + " | ".join(["calls"] * (bool(marked) or not self.is_plain) + ["plain"] * self.is_plain)]
         if self.answer is not None:
             return ["rest: @answer" + (" | calls" if calls is not None else "")]
         ways, rules = (
@@ -208,16 +208,29 @@ def _call_rules(calls: ToolCalls, special: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _plain_rules(calls: ToolCalls) -> list[str]:
-    """`plain`: calls without marks, at the beginning of an answer. Spaces are free, as models write them."""
-    more = f" again{{0,{MOST_CALLS - 1}}}" if calls.parallel else ""
-    heads = {"bare": _plain_head, "fenced": _fenced_head} | ({"again": _next_head} if more else {})
-    rules = [
-        f"plain: bare{more} END? | fenced{more} FENCE_END?",
-        rf"CLOSE: /{_SPACE}\}}/",
-        rf"END: /{_WHITE}{{1,4}}/ | /{_SPACE}\]{_WHITE}{{0,4}}/",
-        rf"FENCE_END: END | /{_SPACE}(\]{_SPACE})?```{_WHITE}{{0,4}}/",
-    ]
+def _plain_rules(calls: ToolCalls, no_mark: str) -> list[str]:
+    """`plain`: calls without marks, at the beginning of an answer. Spaces are free, as models write them.
+
+    Text may follow unless calls are required: a model that wants to say something and may only call or end, calls.
+    """
+    rules = [rf"CLOSE: /{_SPACE}\}}/"]
+    heads = {"bare": _plain_head, "fenced": _fenced_head}
+    if not calls.parallel:
+        rules.append("plain: bare | fenced")
+    else:
+        heads["again"] = _next_head
+        more = f"again{{0,{MOST_CALLS - 1}}}"
+        if calls.required:
+            rules += [
+                f"plain: bare {more} END? | fenced {more} FENCE_END?",
+                rf"END: /{_WHITE}{{1,4}}/ | /{_SPACE}\]{_WHITE}{{0,4}}/",
+                rf"FENCE_END: END | /{_SPACE}(\]{_SPACE})?```{_WHITE}{{0,4}}/",
+            ]
+        else:
+            rules += [
+                f"plain: (bare | fenced) {more} AFTER?",
+                f"AFTER: /(?s:.+)/{no_mark} & ~(/{_next_head(calls.tools)}(?s:.*)/)",
+            ]
     for rule, head in heads.items():
         numbered = [f"{rule.upper()}_{i}" for i in range(len(calls.tools))]
         rules.append(f"{rule}: ({' | '.join(f'{one} @plain_{i}' for i, one in enumerate(numbered))}) CLOSE")
@@ -233,7 +246,7 @@ def _plain_head(names: Iterable[str], before: str = rf"{_SPACE}(\[{_SPACE})?") -
 
 
 def _fenced_head(names: Iterable[str]) -> str:
-    return _plain_head(names, rf"{_SPACE}```[a-z]{{0,10}}{_WHITE}{{1,4}}(\[{_SPACE})?")
+    return _plain_head(names, rf"{_SPACE}```[a-z]{{0,10}}\n{_SPACE}(\[{_SPACE})?")
 
 
 def _next_head(names: Iterable[str]) -> str:

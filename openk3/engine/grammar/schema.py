@@ -7,7 +7,7 @@ are schemas that are malformed, whose mistyped keywords it would take for annota
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,8 @@ _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
 )
+_ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly"}
+
 # Which may be written as 2.0, and that the compiler does not read.
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 
@@ -59,6 +61,15 @@ def check_schema(source: str, lenient: bool = False) -> dict[str, Any]:
         _check_part(part, lenient)
         part |= {key: int(part[key]) for key in _COUNTS & part.keys() if isinstance(part[key], float)}
     return schema
+
+
+def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema without what only people and models read, which is the larger part of many."""
+    copied: dict[str, Any] = json.loads(json.dumps(schema))
+    for part in _subschemas(copied):
+        for keyword in _ANNOTATIONS & part.keys():
+            del part[keyword]
+    return copied
 
 
 def _checker_for(schema: dict[str, Any]) -> Any:

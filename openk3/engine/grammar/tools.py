@@ -74,8 +74,8 @@ class ToolCalls:
             follow.
         parallel: whether several calls may follow each other, up to 16. The reply ends after the last.
         form: how they are written.
-        plain: whether an answer that begins with a call without marks, bare or in a fence of Markdown, is kept to a
-            valid one too from its arguments on. Not for a reply that is required to call, which has the form alone.
+        plain: whether there may also be calls without marks, bare or in a fence of Markdown, as small models write
+            them: a reply that begins like one is kept to it from its arguments on.
 
     Raises:
         ValueError: no tools, a name or mark without text, or schemas that are not JSON objects.

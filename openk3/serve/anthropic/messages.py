@@ -18,7 +18,7 @@ from openk3.serve.loading import ModelSlot
 from openk3.serve.openapi import body_of
 from openk3.serve.prompts import chat_turn
 from openk3.serve.running import start_chat
-from openk3.serve.sse import EventStream, while_connected
+from openk3.serve.sse import EventStream, drained, while_connected
 from openk3.serve.validation import parse_body
 
 router = APIRouter()
@@ -42,7 +42,7 @@ async def messages(request: Request) -> Response:
     if body.stream:
         return EventStream(_with_pings(writer.events()), on_end=chat.cancel, named=True)
     try:
-        await while_connected(request.receive, _drained(writer.events()))
+        await while_connected(request.receive, drained(writer.events()))
     finally:
         chat.cancel()
     return JSONResponse(writer.message)
@@ -60,11 +60,6 @@ async def count_tokens(request: Request) -> Response:
     except ApiError as error:
         raise translated.named_as_sent(error) from None
     return JSONResponse({"input_tokens": len(turn.prompt_ids)})
-
-
-async def _drained(events: AsyncGenerator[dict[str, Any], None]) -> None:
-    async for _ in events:
-        pass
 
 
 async def _with_pings(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:

@@ -1,7 +1,7 @@
 """What a request in Anthropic's Messages protocol may say.
 
 Fields and ranges are those of https://docs.anthropic.com/en/api/messages; the rule for them is that of
-`openk3.serve.openai_types`: honoured, harmless, or refused by name. Marks for the prompt cache are harmless, as every
+`openk3.serve.bodies`: honoured, harmless, or refused by name. Marks for the prompt cache are harmless, as every
 prompt is cached here.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from openk3.serve.openai_types import Body, Harmless, by, unsupported, wrong
+from openk3.serve.bodies import Body, Harmless, by, unsupported, wrong
 
 MAX_STOPS = 16
 

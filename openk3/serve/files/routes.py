@@ -13,6 +13,7 @@ from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.store import FileStore, StoredFile
 from openk3.serve.files.upload import FormReader
+from openk3.serve.openapi import form_of
 
 router = APIRouter()
 
@@ -20,9 +21,15 @@ PURPOSES = ("assistants", "batch", "evals", "file-extract", "fine-tune", "user_d
 # As in OpenAI's API: an hour to thirty days.
 _EXPIRY_RANGE_S = (3600, 2592000)
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
+_FORM = {
+    "file": {"type": "string", "format": "binary"},
+    "purpose": {"enum": list(PURPOSES)},
+    _EXPIRY[0]: {"description": "created_at, where there are seconds"},
+    _EXPIRY[1]: {"description": "after so many seconds, from {:,} to {:,}".format(*_EXPIRY_RANGE_S)},
+}
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra=form_of(_FORM, ("file", "purpose")))
 async def upload_file(request: Request) -> Response:
     store = _store(request)
     with store.writer() as writer:
@@ -66,7 +73,11 @@ def get_file(request: Request, file_id: str) -> dict[str, Any]:
     return require_file(_store(request), file_id).to_json()
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=FileResponse,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
 def file_content(request: Request, file_id: str) -> Response:
     store = _store(request)
     file = require_file(store, file_id)

@@ -85,7 +85,7 @@ class KeyCheck:
         """
         keys: KeyStore = self.state.keys
         path = scope["path"]
-        api = path in ("/v1", "/metrics", "/mcp") or path.startswith("/v1/")
+        api = path in ("/v1", "/metrics", "/mcp", "/tokenize", "/detokenize") or path.startswith("/v1/")
         key = None
         if (api or not self.open_web) and path != "/health" and (self.always or keys.any()):
             shown = _shown_key(Headers(scope=scope), basic=not api)

@@ -13,6 +13,7 @@ from openk3.serve.files.store import FileStore
 from openk3.serve.keys.ledger import Ledger
 from openk3.serve.keys.limiter import Limiter
 from openk3.serve.keys.store import KeyStore
+from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.database import Database
 from openk3.weights.store import cache_root
 
@@ -44,6 +45,7 @@ def open_state(state: State, folder: Path) -> None:
     state.keys = KeyStore(state.database)
     state.ledger = Ledger(state.database)
     state.limiter = Limiter()
+    state.responses = ResponseStore(state.database)
     state.search = DocumentSearch(folder / "search.sqlite3")
     state.batches = BatchStore(state.database)
 
