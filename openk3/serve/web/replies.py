@@ -228,9 +228,11 @@ class Replies:
                 options["tools"] = [tool.definition for tool in box.values()]
                 options["tool_choice"] = "none" if rounds.must_answer else "auto"
                 options["grammar"] = ANSWER if rounds.must_answer else None
+                options["parallel_tool_calls"] = False  # one question at a time; small models write a dozen calls
             running.begin_round()
+            messages = [*before, *rounds.messages, *rounds.reminder]
             # In a thread, because it tokenizes the whole prompt.
-            stream = await asyncio.to_thread(llm.achat_stream, before + rounds.messages, **options)
+            stream = await asyncio.to_thread(llm.achat_stream, messages, **options)
             running.stream = stream
             try:
                 async with aclosing(stream):
