@@ -1,9 +1,9 @@
 """A function of ours run in a process of its own, with limits on its time and memory.
 
 Parsers of foreign files and algebra systems can be made to run for ever, to take all memory, or to crash the process
-they are in. So they run in a child that can be lost: it gets bytes, gives bytes back, may open no network and write no
-file of any size, and is killed when its time is over. This guards against accidents and hostile input to correct code;
-it is no sandbox for foreign code.
+they are in. So they run in a child that can be lost: it gets bytes, gives bytes back, has nothing of the environment,
+can write nothing into a file, and is killed when its time is over. This guards against accidents and hostile input to
+correct code; it is no sandbox for foreign code.
 """
 
 from __future__ import annotations

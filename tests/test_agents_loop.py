@@ -156,6 +156,16 @@ def test_repeating_itself_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("Answer my question now" in str(message) for message in last.messages)
 
 
+def test_saying_nothing_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = has_model_reply(monkeypatch, SUM, (), ("Five.",))
+    _, last = happens(["calculator"])
+    assert (last.rounds, last.text, last.finish_reason) == (3, "Five.", "stop")
+    assert "Answer my question now" in prompts[2]
+    assert [message["role"] for message in last.messages] == ["assistant", "tool", "assistant"]
+    has_model_reply(monkeypatch, ())  # without a call before there is nothing to answer from
+    assert happens(["calculator"])[1].rounds == 1
+
+
 def test_going_in_circles_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (call_parts("calculator", expression=f"1 + {i}") for i in range(2))
     has_model_reply(monkeypatch, one, two, one, ("Enough.",))

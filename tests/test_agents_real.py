@@ -67,26 +67,38 @@ def model() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def tools() -> list[Any]:
+def lease_search() -> agents.Tool:
     index = SearchIndex()
     index.add("lease", Document("lease.md", "markdown", LEASE))
-    return [agents.search_tool(index), "calculator", "datetime"]
+    return agents.search_tool(index)
 
 
-@pytest.mark.parametrize(("questions", "least"), [(CALCULATIONS, 4), (SEARCHES, 4)], ids=["calculator", "search"])
-def test_questions(model: LLM, tools: list[Any], questions: list[Any], least: int) -> None:
+def ask(model: LLM, questions: list[Any], tools: list[Any], tool_choice: str) -> int:
+    """How many of the questions are answered rightly; what happened is printed."""
     right = called = retries = 0
     for question, answers in questions:
         chat = [TOLD, {"role": "user", "content": question}]
         *_, last = agents.run(
-            model, chat, tools=tools, temperature=0.0, max_total_tokens=400, parallel_tool_calls=False
+            model,
+            chat,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=False,
+            temperature=0.0,
+            max_total_tokens=400,
         )
         assert isinstance(last, agents.Finished)
         good = any(answer in last.text.replace(",", "") for answer in answers)
         right, called, retries = right + good, called + bool(last.calls), retries + last.retries
         calls = [(done.call.name, done.call.arguments, done.result.text[:60]) for done in last.calls]
-        print(f"{'right' if good else 'WRONG'} {question} {calls} -> {last.text!r} ({last.finish_reason})")
+        print(f"{'right' if good else 'WRONG'} {question} {calls} -> {last.text!r} ({last.finish_reason})", flush=True)
     print(f"right {right} of {len(questions)}, with a call {called}, retries {retries}")
-    assert called == len(questions)
-    assert right >= least
+    return right
+
+
+def test_calculations(model: LLM) -> None:
+    assert ask(model, CALCULATIONS, ["calculator", "datetime"], "auto") >= 5
+
+
+def test_searches(model: LLM) -> None:
+    assert ask(model, SEARCHES, [lease_search()], "required") >= 4

@@ -245,7 +245,9 @@ def test_search() -> None:
     index.add("2", Document("b.txt", "text", "The rent of somebody else is 5."))
     tool = search_tool(index, ["1"])
     assert tool.call('{"query": "rent"}').text == "[1] a.pdf, page 2:\nThe rent is 900 euros."
-    assert tool.call('{"query": "unicorn"}').text.startswith("Nothing was found")
+    assert tool.call('{"query": "unicorn"}').text.endswith("such as a document would use.")
+    index.add("1", Document("a.md", "markdown", "# Pets\n\nDogs.\n\n# Rent\n\nHigh."))
+    assert tool.call('{"query": "unicorn"}').text.endswith("The documents have the headings: Pets; Rent.")
     assert tool.call('{"query": "rent", "limit": 99}').text == (
         "Error: the arguments of search_documents are wrong: limit: 99 is greater than the maximum of 10"
     )

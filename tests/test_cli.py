@@ -190,7 +190,12 @@ def test_generate_json(tiny: LLM) -> None:
     expected = tiny.chat([{"role": "user", "content": "hello"}], **SHORT)
     assert answer["model"] == str(tiny.model_dir)
     assert (answer["text"], answer["finish_reason"]) == (expected.text, "length")
-    assert answer["usage"] == {"prompt_tokens": 23, "cached_tokens": 0, "completion_tokens": 6}
+    assert answer["usage"] == {
+        "prompt_tokens": 23,
+        "cached_tokens": 0,
+        "completion_tokens": 6,
+        "reasoning_tokens": 0,
+    }
     assert set(answer["timings"]) == {"queue_s", "ttft_s", "total_s", "tokens_per_second"}
 
 

@@ -64,8 +64,8 @@ def test_passages_cover_the_text_in_order(parts: list[str]) -> None:
 
 def test_passages_keep_to_their_heading() -> None:
     cut = [(p.heading, LEASE[p.start : p.end]) for p in passages(Document("a.md", "markdown", LEASE))]
-    assert [heading for heading, _ in cut] == ["Lease", "Rent", "Pets", "租金"]
-    assert cut[1][1].startswith("## Rent\n\nThe monthly") and cut[1][1].endswith("heating.")
+    assert [heading for heading, _ in cut] == ["Rent", "Pets", "租金"]
+    assert cut[0][1].startswith("# Lease\n\n## Rent\n\nThe monthly") and cut[0][1].endswith("heating.")
 
 
 def test_paragraphs_stay_whole() -> None:
@@ -124,6 +124,13 @@ def test_order_documents_and_limit(index: SearchIndex) -> None:
     assert len(index.search("rent", limit=1)) == 1
     assert index.search("rent", document_ids=[]) == index.search("rent", limit=0) == []
     assert index.search("rent", document_ids=["nobody's"]) == []
+
+
+def test_headings(index: SearchIndex) -> None:
+    assert index.headings(["lease", "other"]) == ["Rent", "Pets", "租金"]
+    assert index.headings() == ["Rent", "Pets", "租金"]
+    assert index.headings(["other"]) == index.headings([]) == []
+    assert index.headings(["lease"], limit=1) == ["Rent"]
 
 
 def test_a_snippet_shows_the_words() -> None:

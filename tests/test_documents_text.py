@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from documents import W, docx, paragraph, pdf
@@ -206,6 +207,15 @@ def refuses(data: bytes) -> bytes:
     raise ValueError("no: " + data.decode())
 
 
+def writes(data: bytes) -> bytes:
+    try:
+        with open(data.decode(), "wb") as file:  # noqa: PTH123 (as little as possible between it and the system)
+            file.write(b"x")
+    except OSError:
+        return b"refused"
+    return b"written"
+
+
 def looks(data: bytes) -> bytes:
     return os.environ.get("OPENK3_SECRET", "nothing").encode()
 
@@ -218,7 +228,11 @@ def test_what_does_not_come_back(function: str, words: str, here: None) -> None:
         run_confined(f"test_documents_text:{function}", b"", seconds=0.5 if function == "spins" else 20, megabytes=300)
 
 
-def test_what_comes_back(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_back(here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    written = run_confined("test_documents_text:writes", str(path).encode(), seconds=20, megabytes=300)
+    assert written == b"refused"
+    assert not path.stat().st_size
     monkeypatch.setenv("OPENK3_SECRET", "key")
     with pytest.raises(ValueError, match=r"^no: ä$"):
         run_confined("test_documents_text:refuses", "ä".encode(), seconds=20, megabytes=300)

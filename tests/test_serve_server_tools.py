@@ -187,6 +187,8 @@ def test_the_last_round_is_an_answer(api: OpenAI, monkeypatch: pytest.MonkeyPatc
     assert (choice.message.content, choice.finish_reason) == ("Two.", "stop")
     assert choice.message.model_extra is not None
     assert len(choice.message.model_extra["server_tool_calls"]) == 1
+    has_model_reply(monkeypatch, call, (), ("Two.",))  # or says nothing
+    assert api.chat.completions.create(**BODY).choices[0].message.content == "Two."
     has_model_reply(monkeypatch, call, call, ('{"name": "calculator"}',))
     with pytest.raises(InternalServerError, match="the grammar does not allow token"):
         api.chat.completions.create(**BODY)

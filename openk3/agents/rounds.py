@@ -5,7 +5,7 @@ It knows neither how replies are generated nor how calls are run, so the SDK's l
 - A round is one reply of the model. In the last one it may not call: it answers with what it has.
 - Calls that somebody else runs (a client of the server) end the conversation for now; ours of that reply are run first.
 - Calls that repeat those of the round before, which small models make, are not run again: the model is told the same
-  once more. After a round that brought nothing new it has to answer.
+  once more. After a round that brought nothing new, or a reply that says nothing at all, it has to answer.
 - Where it has to answer it is told so, in a message that is not kept, and its answer begins like one (`ANSWER`): small
   models otherwise write, as text, the call that they may not make.
 - Results and errors alike go back to the model. How often it called a tool again that had failed is counted.
@@ -76,11 +76,19 @@ class Rounds:
 
         Empty where it ends the conversation, or where all of its calls were run in the round before; `goes_on` tells.
         """
+        answering = self.must_answer
         self.rounds += 1
         ours = [] if finish_reason != "tool_calls" else [call for call in reply.calls if call.name not in self.others]
         self._asked = ours
         self.goes_on = bool(ours) and len(ours) == len(reply.calls)
         if not ours:
+            if (
+                self.messages
+                and not answering
+                and finish_reason == "stop"
+                and not (reply.calls or reply.content.strip())
+            ):
+                self._stuck = self.goes_on = True
             return []
         self.messages.append(Reply("" if not self.goes_on else reply.content, reply.reasoning, ours).message())
         return [call for call in ours if self._key(call) not in self._results]

@@ -1,7 +1,8 @@
 """A text cut into passages: the pieces that a search finds, each with its place.
 
 A passage is some paragraphs under one heading and on one page, together up to `TARGET` characters; a paragraph that is
-longer is cut where a sentence ends. Its text is exactly ``document.text[start:end]``.
+longer is cut where a sentence ends, and a heading is alone only where a page or the document ends with it. Its text is
+exactly ``document.text[start:end]``.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ def passages(document: Document) -> Iterator[Passage]:
     """Cut a document into passages, in order."""
     text = document.text
     starts = document.page_starts
-    heading, open_ = "", None  # the passage that may still grow
+    heading, bare = "", True  # whether the open passage has nothing but headings so far
+    open_: Passage | None = None  # the one that may still grow
     for begin, end in _blocks(text):
         page = bisect_right(starts, begin) if document.format == "pdf" else None
         title = _HEADING.match(text, begin, end)
         if title is not None:
             heading = title.group(1).strip()
         if open_ is not None:
-            if title is None and open_.page == page and end - open_.start <= TARGET:
-                open_ = Passage(open_.start, end, page, heading)
+            if open_.page == page and end - open_.start <= TARGET and (title is None or bare):
+                open_, bare = Passage(open_.start, end, page, heading), bare and title is not None
                 continue
             yield open_
-        open_ = Passage(begin, end, page, heading)
+        open_, bare = Passage(begin, end, page, heading), title is not None
     if open_ is not None:
         yield open_
 

@@ -165,9 +165,7 @@ class SearchIndex:
         match = match_expression(query)
         if not match or limit < 1 or (document_ids is not None and not document_ids):
             return []
-        among, values = "", list(document_ids or ())
-        if document_ids is not None:
-            among = f"AND d.id IN ({', '.join('?' * len(values))})"
+        among, values = _among(document_ids)
         found = self._rows(
             "SELECT d.id, d.name, p.start, p.end, p.page, p.heading, p.text, bm25(words, 1.0, 0.5) AS rank FROM words "
             "JOIN passages p ON p.key = words.rowid JOIN documents d ON d.key = p.document "
@@ -176,6 +174,16 @@ class SearchIndex:
         )
         terms = _looked_for(query)
         return [replace(Hit(*row), snippet=_snippet(row[6], terms), score=-rank) for *row, rank in found]
+
+    def headings(self, document_ids: Sequence[str] | None = None, *, limit: int = 20) -> list[str]:
+        """The first headings of some documents, or of all."""
+        among, values = _among(document_ids)
+        found = self._rows(
+            "SELECT p.heading FROM passages p JOIN documents d ON d.key = p.document WHERE p.heading != '' "
+            f"{among} GROUP BY p.heading ORDER BY min(p.key) LIMIT ?",
+            (*values, limit),
+        )
+        return [heading for (heading,) in found]
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -191,6 +199,13 @@ class SearchIndex:
     def _rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         with self._lock, closing(self._db.execute(sql, values)) as cursor:
             return cursor.fetchall()
+
+
+def _among(document_ids: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The SQL condition that a document is one of these, and its values."""
+    if document_ids is None:
+        return "", []
+    return f"AND d.id IN ({', '.join('?' * len(document_ids))})", list(document_ids)
 
 
 def indexed(text: str) -> str:

@@ -133,7 +133,8 @@ def create_app(
     if web:
         from openk3.serve.web import mount
 
-        mount(app, lambda: slot.llm, store_path or default_store_path(), load_error=lambda: slot.reason or None)
+        path = store_path or default_store_path()
+        mount(app, lambda: slot.llm, path, load_error=lambda: slot.reason or None)
 
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, others={"/v1/files": max_file_bytes})

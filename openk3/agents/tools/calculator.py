@@ -111,7 +111,7 @@ CALCULATOR = Tool(
     ),
     parameters={
         "type": "object",
-        "properties": {"expression": {"type": "string", "description": "What to compute."}},
+        "properties": {"expression": {"type": "string", "maxLength": 250, "description": "What to compute."}},
         "required": ["expression"],
         "additionalProperties": False,
     },

@@ -17,7 +17,9 @@ def search_tool(index: SearchIndex, document_ids: Sequence[str] | None = None) -
     def search(query: str, limit: int = 5) -> str:
         hits = index.search(query, document_ids=document_ids, limit=limit)
         if not hits:
-            return "Nothing was found. Try other words: the search looks for words, not for meaning."
+            headings = index.headings(document_ids)
+            about = f" The documents have the headings: {'; '.join(headings)}." if headings else ""
+            return f"Nothing was found. Try other words, such as a document would use.{about}"
         return "\n\n".join(f"[{number}] {hit.place}:\n{hit.text}" for number, hit in enumerate(hits, 1))
 
     return Tool(
@@ -30,7 +32,11 @@ def search_tool(index: SearchIndex, document_ids: Sequence[str] | None = None) -
         parameters={
             "type": "object",
             "properties": {
-                "query": {"type": "string", "description": "Words to look for; a phrase in quotation marks."},
+                "query": {
+                    "type": "string",
+                    "maxLength": 200,  # where a grammar keeps to it, no model goes on for ever
+                    "description": "A few words to look for; a phrase in quotation marks.",
+                },
                 "limit": {"type": "integer", "minimum": 1, "maximum": MAX_RESULTS, "description": "How many passages."},
             },
             "required": ["query"],
