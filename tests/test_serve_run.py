@@ -14,7 +14,8 @@ import httpx
 import pytest
 from serving import debug_llm, sse
 
-from openk3.serve.app import not_a_websocket, run
+from openk3.serve.app import run
+from openk3.serve.logs import not_a_websocket
 
 ENDLESS: dict[str, Any] = {
     "model": "debug",
