@@ -17,7 +17,6 @@ import pytest
 import schemathesis
 from chat_support import chat_llm, tokenizer
 from hypothesis import HealthCheck, given, settings
-from hypothesis.errors import Unsatisfiable
 from numpy.typing import NDArray
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
@@ -85,21 +84,21 @@ def test_a_few_made_up_requests(document: dict[str, Any], url: str, terse: None)
     left_out = [CHECKS.get_one(LEFT_OUT)]
     answered: dict[int, int] = {}
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
-        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        operation = found.ok()
+        # Nothing can be wrong with a request that has no body and no parameters.
+        wrong = [GenerationMode.NEGATIVE] if operation.method == "post" and operation.body else []
+        for mode in (GenerationMode.POSITIVE, *wrong):
 
             @settings(
-                max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+                max_examples=2, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
             )
-            @given(case=found.ok().as_strategy(generation_mode=mode))
+            @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: Case) -> None:
                 response = case.call_and_validate(base_url=url, excluded_checks=left_out, timeout=60)
                 answered[response.status_code] = answered.get(response.status_code, 0) + 1
 
-            try:
-                check()
-            except Unsatisfiable:  # nothing can be wrong with a request that has no parameters
-                assert mode is GenerationMode.NEGATIVE
-    assert answered[200] > 5 and answered[400] > 10 and not [status for status in answered if status >= 500]
+            check()
+    assert answered[200] > 5 and answered[400] > 5 and not [status for status in answered if status >= 500]
 
 
 @pytest.mark.slow

@@ -315,7 +315,7 @@ any_reply = given(
 options: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=5, derandomize=True, **options)
+@settings(max_examples=3, derandomize=True, **options)
 @any_reply
 def test_any_reply_is_the_same_in_all(url: str, thought: str | None, text: str, calls: list[dict[str, Any]]) -> None:
     same_in_all(url, thought, text, calls)
