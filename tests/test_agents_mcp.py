@@ -104,18 +104,15 @@ def test_a_request_switches_them_on(servers: McpServers, monkeypatch: pytest.Mon
         assert httpx.post(f"{url}/mcp", json={}).status_code == 404  # not offered unless asked for
 
 
-def test_a_server_that_dies(shop: dict[str, Any]) -> None:
-    with McpServers(shop) as servers:
-        tools = servers.by_server["shop"]
-        for _ in range(2):
-            result = tools["crash"].call("{}")
-            assert result.is_error and result.text.startswith("Error: the server failed: ")
-
-
-def test_names_that_two_servers_share(shop: dict[str, Any]) -> None:
+def test_two_servers_and_one_dies(shop: dict[str, Any]) -> None:
     entry = shop["mcpServers"]["shop"]
     with McpServers({"mcpServers": {"here": entry, "there": entry, "off": {"command": "no", "disabled": True}}}) as two:
+        # A name that both have gets the server's in front.
         assert {tool.name for tool in two.tools} >= {"here_price", "there_price"}
+        for _ in range(2):
+            result = two.by_server["here"]["crash"].call("{}")
+            assert result.is_error and result.text.startswith("Error: the server failed: ")
+        assert not two.by_server["there"]["price"].call('{"item": "pear"}').is_error
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,23 @@ def test_search_in_files(url: str, api: OpenAI, monkeypatch: pytest.MonkeyPatch)
     assert "broken.pdf: the PDF cannot be read: it is damaged" in error["message"]
 
 
+def test_the_text_of_a_file(url: str) -> None:
+    sent: Any = {"files": {"file": ("lease.pdf", pdf(["Parties", "The rent."]))}, "data": {"purpose": "file-extract"}}
+    file_id = httpx.post(f"{url}/v1/files", **sent).json()["id"]
+    assert httpx.get(f"{url}/v1/files/{file_id}/content").json() == {
+        "content": "Parties\fThe rent.",
+        "file_type": "pdf",
+        "filename": "lease.pdf",
+        "title": "",
+        "type": "file",
+    }
+    sent["files"] = {"file": ("scan.pdf", pdf([""], picture=True))}
+    file_id = httpx.post(f"{url}/v1/files", **sent).json()["id"]
+    answer = httpx.get(f"{url}/v1/files/{file_id}/content")
+    assert answer.status_code == 400
+    assert "scan.pdf: the PDF is a scan: its pages are pictures without text" in answer.json()["error"]["message"]
+
+
 def test_a_damaged_index_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: Any = {"model_name": MODEL, "web": False, "owns_model": False, "state_folder": tmp_path}
     found: list[str] = []

@@ -14,6 +14,7 @@ import pytest
 from web_browser import ANSWER, ask, chromium, expect, needs_browser, settle, watched_page
 from web_chat import Chat, served_chat
 
+from openk3 import EngineConfig
 from openk3.serve.web.settings import ChatSettings
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ MODEL = "qwen2.5-coder-0.5b"
 SETTINGS = ChatSettings(
     temperature=0,
     max_tokens=160,
-    tools=("calculator",),
+    tools=("datetime",),
     system_prompt="Use the tools for every calculation, then answer in one sentence from their result.",
 )
 OTHERS = ("Merge two sorted lists", "租房合同要注意什么？", "Names for a small bakery", "SQL: find duplicate rows")
@@ -37,7 +38,11 @@ OTHERS = ("Merge two sorted lists", "租房合同要注意什么？", "Names for
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     from openk3.llm import load
 
-    with load(MODEL) as llm, served_chat(tmp_path_factory.mktemp("web") / "chat.sqlite3", llm, MODEL) as chat:
+    engine = EngineConfig(weights="int8")
+    with (
+        load(MODEL, engine=engine) as llm,
+        served_chat(tmp_path_factory.mktemp("web") / "chat.sqlite3", llm, MODEL) as chat,
+    ):
         yield chat
 
 
@@ -48,13 +53,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shot(browser: Browser, chat: Chat, address: str, path: Path, **options: Any) -> None:
+def shot(browser: Browser, chat: Chat, address: str, path: Path, *, opened: bool, **options: Any) -> None:
+    """A picture of the end of the conversation, or of its beginning with the tool's card `opened`."""
     with watched_page(browser, chat.url, **options) as page:
         page.goto(address)
         expect(page.locator(".message").last.locator(".stats")).not_to_be_empty()
         page.evaluate("document.fonts.ready")
-        page.locator(".tool").first.scroll_into_view_if_needed()
-        page.screenshot(path=path)
+        if opened:
+            page.locator(".tool summary").first.click()
+            page.evaluate("document.querySelector('.scroller').scrollTop = 0")
+        page.locator("h1").hover()
+        page.screenshot(path=path, animations="disabled")
     assert path.stat().st_size > 10_000
 
 
@@ -65,11 +74,11 @@ def settled(page: Page) -> None:
 
 
 def talk(page: Page, chat: Chat) -> None:
-    ask(page, "What is 17% of 2340?")
+    ask(page, "What day of the week is it today in Shanghai?")
     allow = page.locator(".tool-ask").get_by_role("button", name="Always allow in this chat")
     allow.click(timeout=PATIENCE_MS)
     settled(page)
-    ask(page, "Write a Python function that adds a tax to a price.")
+    ask(page, "Write a Python function that tells whether a year is a leap year.")
     settled(page)
 
 
@@ -77,17 +86,17 @@ def test_a_real_conversation_with_a_tool(chat: Chat, pictures: Path) -> None:
     for title in OTHERS:
         other = chat.conversation(title, "…")
     chat.store.pin(other.id, True)
-    conversation = chat.store.create("Tax on an invoice", SETTINGS)
+    conversation = chat.store.create("Today in Shanghai", SETTINGS)
     with chromium() as browser:
         with watched_page(browser, chat.url) as page:
             page.goto(chat.link(conversation))
             talk(page, chat)
             expect(page.locator(".tool").first).to_have_attribute("data-status", "done")
-            expect(page.locator(f"{ANSWER} > div").first).to_contain_text("397.8")
+            expect(page.locator(f"{ANSWER} > div").first).to_contain_text("day")
             expect(page.locator(ANSWER).last.locator(".code").first).to_be_visible()
         address = chat.link(conversation)
         desk = {"viewport": {"width": 1280, "height": 800}}
         phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-        shot(browser, chat, address, pictures / "web-light.png", **desk)
-        shot(browser, chat, address, pictures / "web-dark.png", color_scheme="dark", **desk)
-        shot(browser, chat, address, pictures / "web-phone.png", **phone)
+        shot(browser, chat, address, pictures / "web-light.png", opened=True, **desk)
+        shot(browser, chat, address, pictures / "web-dark.png", opened=False, color_scheme="dark", **desk)
+        shot(browser, chat, address, pictures / "web-phone.png", opened=True, **phone)

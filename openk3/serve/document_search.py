@@ -15,10 +15,9 @@ from pathlib import Path
 from openk3.agents.tools.search_documents import search_tool
 from openk3.agents.tools.tool import Tool
 from openk3.documents.search import SearchIndex
-from openk3.documents.text import MAX_BYTES, Document, read_document
-from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.routes import require_file
-from openk3.serve.files.store import FileStore, StoredFile
+from openk3.serve.files.store import FileStore
+from openk3.serve.files.text import read_file
 
 log = logging.getLogger("openk3.serve")
 
@@ -68,19 +67,3 @@ class DocumentSearch:
             file = require_file(files, file_id, place)
             if file_id not in index:
                 index.add(file_id, read_file(files, file, place))
-
-
-def read_file(files: FileStore, file: StoredFile, param: str) -> Document:
-    """The text of a stored file. May take seconds; not for the event loop's thread.
-
-    Raises:
-        ApiError: 400, it cannot be read; 404, it was deleted just now.
-    """
-    try:
-        if file.bytes > MAX_BYTES:  # before so much is read
-            raise ValueError(f"{file.filename}: it has {file.bytes >> 20} MB; at most {MAX_BYTES >> 20} MB are read")
-        return read_document(file.filename, files.path(file).read_bytes())
-    except FileNotFoundError:
-        raise ApiError(404, f"No such file: {shown(file.id)}.", param=param, code="file_not_found") from None
-    except ValueError as error:
-        raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="unreadable_file") from None

@@ -12,6 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.store import FileStore, StoredFile
+from openk3.serve.files.text import read_file
 from openk3.serve.files.upload import FormReader
 from openk3.serve.openapi import form_of
 
@@ -79,8 +80,13 @@ def get_file(request: Request, file_id: str) -> dict[str, Any]:
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 def file_content(request: Request, file_id: str) -> Response:
+    """The file's bytes; of one with the purpose "file-extract" its text, in the form of Kimi's API."""
     store = _store(request)
     file = require_file(store, file_id)
+    if file.purpose == "file-extract":
+        document = read_file(store, file, "file_id")
+        said = {"content": document.text, "file_type": document.format, "filename": file.filename, "type": "file"}
+        return JSONResponse(said | {"title": ""})
     # As a download of no particular type: a browser must not show a stranger's HTML as a page of this server.
     disposition = f"attachment; filename*=UTF-8''{quote(file.filename)}"
     headers = {"Content-Disposition": disposition, "X-Content-Type-Options": "nosniff"}
