@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
-from openk3.serve import chat, completions, errors, status
+from openk3.embedder import load_embedder
+from openk3.serve import chat, completions, embeddings, errors, status
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
 from openk3.serve.batches import routes as batches
@@ -39,6 +41,7 @@ from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
 from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.server import close_state, default_state_folder, open_database, open_state
+from openk3.weights.embedders import DEFAULT_EMBEDDER
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
@@ -109,6 +112,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     app.state.queue = RequestQueue(max_queue)
+    app.state.embeddings = embeddings.Embeddings(DEFAULT_EMBEDDER, partial(load_embedder, progress=False))
     metrics.watch(lambda: slot.llm, app.state.queue)
 
     errors.install(app)
@@ -120,6 +124,7 @@ def create_app(
         responses.router,
         files.router,
         batches.router,
+        embeddings.router,
         usage.router,
         status.router,
     )
