@@ -1,4 +1,5 @@
-"""The command line, `k3`: one thin command per verb. Those of API keys are in `key_commands`.
+"""The command line, `k3`: one thin command per verb. Those of API keys are in `key_commands`,
+those of tools in `tool_commands`.
 
 The model stack is imported inside the commands that need it, so that help and mistakes answer at once. What the user
 gets wrong ends as one line on stderr and exit code 2; what fails in spite of a right command, as one line and 1.
@@ -19,6 +20,7 @@ from openk3 import __version__
 from openk3.engine.config import EngineConfig, WeightFormat
 from openk3.key_commands import keys_app, usage
 from openk3.terminal import AsJson, ctrl_c_stops, harmless, print_json, spinner
+from openk3.tool_commands import McpConfig, mcp, open_tools, search
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -291,6 +293,13 @@ def chat(
     model: Model = DEFAULT_MODEL,
     system: System = None,
     load: Annotated[str | None, typer.Option("--load", help="Go on with a chat that /save wrote.")] = None,
+    tool: Annotated[
+        list[str] | None, typer.Option("--tool", help="calculator or datetime, for the model to call; may be repeated.")
+    ] = None,
+    document: Annotated[
+        list[str] | None, typer.Option("--document", help="File or folder for it to search in; may be repeated.")
+    ] = None,
+    mcp_config: McpConfig = None,
     threads: Threads = None,
     weights: Weights = "auto",
     temperature: Temperature = 0.7,
@@ -311,17 +320,18 @@ def chat(
 
       [cyan]k3 chat --model qwen2.5-coder-0.5b --system "You write Python."[/cyan]
       [cyan]k3 chat --load tides.json[/cyan]
+      [cyan]k3 chat -m qwen2.5-coder-0.5b --tool calculator --document lease.pdf[/cyan]
     """
     from openk3.chat.saved import load_chat
     from openk3.repl import Repl
 
     sampling = _sampling(ctx)
     messages = load_chat(load).messages if load is not None else []
-    with _load(model, threads, weights) as llm:
+    with open_tools(tool or (), document or (), mcp_config) as tools, _load(model, threads, weights) as llm:
         llm.tokenizer.render_chat([{"role": "user", "content": "Hello"}])  # a model that cannot chat says so at once
         if sys.stdin.isatty():
             typer.echo(f"{model}, {llm.max_model_len:,} tokens of context. /help lists the commands.")
-        Repl(llm, messages=messages, system=system, sampling=sampling).run()
+        Repl(llm, messages=messages, system=system, sampling=sampling, tools=tools).run()
 
 
 @app.command(rich_help_panel="Use")
@@ -368,6 +378,10 @@ def serve(
         Literal["auto", "json", "plain"],
         typer.Option("--log", help="Log lines on stderr.", show_default="plain on a terminal, else json"),
     ] = "auto",
+    mcp_config: McpConfig = None,
+    mcp_endpoint: Annotated[
+        bool, typer.Option("--mcp-endpoint", help="Offer calculator and datetime to MCP clients at /mcp.")
+    ] = False,
     threads: Threads = None,
     weights: Weights = "auto",
 ) -> None:
@@ -394,11 +408,15 @@ def serve(
         log_format=log_format,
         num_threads=threads,
         engine=EngineConfig(weights=weights),
+        mcp_config=mcp_config,
+        mcp_endpoint=mcp_endpoint,
     )
 
 
 app.add_typer(keys_app, name="keys", rich_help_panel="Serve")
 app.command(rich_help_panel="Serve")(usage)
+app.command(rich_help_panel="Serve")(mcp)
+app.command(rich_help_panel="Use")(search)
 
 
 @app.command(rich_help_panel="This machine")

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from openk3.chat.dialect import ReasoningEffort
 from openk3.chat.messages import check_text, validate_messages, validate_tools
 from openk3.chat.parser import ReplyParser
 from openk3.chat.tokenizer import Tokenizer
@@ -173,6 +174,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Response:
@@ -182,8 +184,10 @@ class LLM:
             messages: ``[{"role": "user", "content": "..."}, ...]``; roles are system, user, assistant and tool.
             tools: functions the model may call, in OpenAI's form.
             tool_choice: "auto", "none", "required" (at least one call), or one function that is to be called,
-                ``{"type": "function", "function": {"name": ...}}``.
+                ``{"type": "function", "function": {"name": ...}}``, or OpenAI's ``allowed_tools``.
             parallel_tool_calls: whether a reply may hold more than one call.
+            reasoning_effort: "none", "minimal", "low", "medium", "high" or "xhigh", for models that think before they
+                answer; most know only whether or not. None leaves it to the model.
             cache: a cache made from messages, which come before these (and whose tools hold where none are given).
 
         Raises:
@@ -191,7 +195,8 @@ class LLM:
                 that cannot chat, a bad sampling argument, an expired cache.
             GenerationError: the engine failed.
         """
-        return _wait(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
+        choices = _choices(tool_choice, parallel_tool_calls, reasoning_effort)
+        return _wait(*self._start_chat(messages, tools, choices, cache, sampling))
 
     def chat_stream(
         self,
@@ -200,11 +205,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Stream:
         """Like `chat`, but return the pieces as they come. Arguments are checked before this returns."""
-        return Stream(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
+        choices = _choices(tool_choice, parallel_tool_calls, reasoning_effort)
+        return Stream(*self._start_chat(messages, tools, choices, cache, sampling))
 
     async def achat(
         self,
@@ -213,11 +220,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> Response:
         """`chat` for asyncio. Cancelling the task cancels the request."""
-        return await _await(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
+        choices = _choices(tool_choice, parallel_tool_calls, reasoning_effort)
+        return await _await(*self._start_chat(messages, tools, choices, cache, sampling))
 
     def achat_stream(
         self,
@@ -226,11 +235,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         cache: PrefixCache | None = None,
         **sampling: Any,
     ) -> AsyncStream:
         """`chat_stream` for asyncio: ``async for piece in model.achat_stream(...)``."""
-        return AsyncStream(*self._start_chat(messages, tools, tool_choice, parallel_tool_calls, cache, sampling))
+        choices = _choices(tool_choice, parallel_tool_calls, reasoning_effort)
+        return AsyncStream(*self._start_chat(messages, tools, choices, cache, sampling))
 
     # Underneath
 
@@ -277,7 +288,7 @@ class LLM:
         **options: Any,
     ) -> Handle:
         """`submit` for a chat; `options` are those of `submit`. The deltas hold the reply as the model writes it."""
-        handle, _ = self._start_chat(messages, tools, "auto", True, cache, options)
+        handle, _ = self._start_chat(messages, tools, {}, cache, options)
         return handle
 
     def stats(self) -> EngineStats:
@@ -300,21 +311,20 @@ class LLM:
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None,
-        tool_choice: ToolChoice,
-        parallel_tool_calls: bool,
+        choices: Mapping[str, Any],
         cache: PrefixCache | None,
         options: Mapping[str, Any],
     ) -> tuple[Handle, ReplyParser]:
-        """Submit a chat, and make ready to read its reply."""
+        """Submit a chat, and make ready to read its reply. `choices` are those of `prepare_turn`."""
         turns, checked_tools = validate_messages(messages), validate_tools(tools)
         if cache is not None:
             _check_cache(cache)
             turns, checked_tools = cache.before_chat(self.loop, turns, checked_tools)
-        turn = prepare_turn(self.tokenizer, turns, checked_tools, tool_choice, parallel_tool_calls)
         sampling = dict(options)
         handle_options = {name: sampling.pop(name) for name in ("priority", "request_id") if name in sampling}
-        params = turn.sampling(sampling_params(sampling))
-        return self.loop.submit(turn.prompt_ids, params, **handle_options), turn.parser(params.stop)
+        params = sampling_params(sampling)
+        turn = prepare_turn(self.tokenizer, turns, checked_tools, grammar=params.grammar, **choices)
+        return turn.submit(self.loop, params, **handle_options), turn.parser(params.stop)
 
     def _prompt_ids(self, prompt: Prompt, cache: PrefixCache | None, where: str = "prompt") -> list[int]:
         if cache is not None:
@@ -365,6 +375,10 @@ def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
         given["stop"] = given.pop("stop_sequences")
     # None means "not given" for every argument, as in OpenAI's API.
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _choices(tool_choice: ToolChoice, parallel: bool, effort: ReasoningEffort | None) -> dict[str, Any]:
+    return {"tool_choice": tool_choice, "parallel_tool_calls": parallel, "reasoning_effort": effort}
 
 
 def _check_cache(cache: object) -> None:

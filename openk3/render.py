@@ -11,7 +11,7 @@ from openk3.chat.messages import validate_messages, validate_tools
 from openk3.chat.tokenizer import Tokenizer
 from openk3.chat.turn import prepare_turn
 
-_REQUEST_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_REQUEST_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 
 
 def read_request(text: str, where: str) -> dict[str, Any]:

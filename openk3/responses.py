@@ -27,11 +27,14 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` of the prompt were taken from the prefix cache."""
+    """Token counts of one request; `cached_tokens` of the prompt were taken from the prefix cache, and
+    `reasoning_tokens` of the completion were the model's thoughts, in a chat.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -108,7 +111,14 @@ def piece_of(delta: Delta, parser: ReplyParser | None = None) -> Piece:
         return piece
     read = parser.read(delta)
     reason = None if delta.finish_reason is None else parser.finish_reason(delta.finish_reason)
-    return replace(piece, text=read.content, reasoning=read.reasoning, tool_calls=read.calls, finish_reason=reason)
+    return replace(
+        piece,
+        text=read.content,
+        reasoning=read.reasoning,
+        tool_calls=read.calls,
+        finish_reason=reason,
+        usage=piece.usage and replace(piece.usage, reasoning_tokens=parser.reasoning_tokens),
+    )
 
 
 def response_of(whole: Delta, parser: ReplyParser | None = None) -> Response:
@@ -139,6 +149,7 @@ def response_of(whole: Delta, parser: ReplyParser | None = None) -> Response:
         reasoning=reply.reasoning,
         tool_calls=reply.calls,
         finish_reason=parser.finish_reason(whole.finish_reason),
+        usage=replace(response.usage, reasoning_tokens=parser.reasoning_tokens),
     )
 
 

@@ -76,6 +76,16 @@ MISTRAL = """{% for m in messages %}
 {%- else %} {{ m.content }}</s>
 {%- endif %}{% endfor %}"""
 
+# Llama 3.1 in short.
+LLAMA = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if tools and loop.last %}Respond with JSON, {"name": function name, "parameters": dictionary}.
+{% for t in tools %}{{ t | tojson }}
+{% endfor %}{% endif %}
+{%- if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # noqa: E501
+
 CHATML = ("<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 MISTRAL_TOKENS = ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
@@ -84,7 +94,9 @@ MISTRAL_TOKENS = ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS
 
 @cache
 def tokenizer(dialect: str) -> Tokenizer:
-    """What speaks "qwen" (marks are tokens), "qwen-text" (they are text), "plain" (no tools), "mistral" or "native"."""
+    """What speaks "qwen" (marks are tokens), "qwen-text" (they are text), "plain" (no tools in its template),
+    "mistral", "llama" (no marks) or "native".
+    """
     special: Sequence[str] = CHATML
     tags: Sequence[str] = ()
     template: str | None = QWEN
@@ -92,6 +104,8 @@ def tokenizer(dialect: str) -> Tokenizer:
         tags = TAGS
     elif dialect == "plain":
         template = PLAIN
+    elif dialect == "llama":
+        template = LLAMA
     elif dialect == "mistral":
         special, template = MISTRAL_TOKENS, MISTRAL
     elif dialect == "native":
@@ -108,6 +122,12 @@ def tokenizer(dialect: str) -> Tokenizer:
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A tool choice that leaves some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def read(parser: ReplyParser, ids: Sequence[int], cuts: Sequence[int] = (), *, cut: bool = False) -> Reply:

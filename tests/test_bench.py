@@ -170,3 +170,34 @@ def test_a_path_gives_its_last_part_to_the_file_of_results(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path / "own-0.5b")
     for model in ("own-0.5b", "../own-0.5b/", ".", "someone/own-0.5b", str(Path.cwd())):
         assert result_file("cpu", model) == "cpu-own-0.5b.json"
+
+
+def test_which_calls_are_right() -> None:
+    """As the Berkeley Function Calling Leaderboard sees it."""
+    from bfcl import Question, is_right
+
+    properties = {name: {} for name in ("city", "days", "at")}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": ["city"]}}
+    tools = [{"type": "function", "function": function}]
+    rome = {"f": {"city": ["Rome", "Roma"], "days": [3, ""], "at": [{"h": [1], "m": [0, ""]}, ""]}}
+    one = Question("q", [], tools, [rome])
+    for arguments, right in (
+        ({"city": "Rome"}, True),
+        ({"city": "r-o, ma"}, True),
+        ({"city": "Rome", "days": 3.0}, True),
+        ({"city": "Rome", "days": "3"}, False),
+        ({"city": "Rome", "days": True}, False),
+        ({"city": "Rome", "at": {"h": 1}}, True),
+        ({"city": "Rome", "at": {"h": 2}}, False),
+        ({"city": "Rome", "at": {"m": 0}}, False),
+        ({"city": "Rome", "extra": 1}, False),
+        ({"days": 3}, False),
+    ):
+        assert is_right(one, [("f", arguments)]) is right, arguments
+    assert not is_right(one, [("g", {"city": "Rome"})])
+    assert not is_right(one, [])
+    assert not is_right(one, [("f", {"city": "Rome"})] * 2)
+    both = Question("q", [], tools, [rome, {"f": {"city": ["Oslo"]}}])
+    assert is_right(both, [("f", {"city": "Oslo"}), ("f", {"city": "Rome"})])
+    assert not is_right(both, [("f", {"city": "Oslo"}), ("f", {"city": "Oslo"})])
+    assert is_right(Question("q", [], tools, []), []) and not is_right(Question("q", [], tools, []), [("f", {})])

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from chat_support import tokenizer, tool
+from chat_support import allowed, ids_of, read, tokenizer, tool
 
-from openk3.chat import validate_messages, validate_tools
+from openk3.chat import Tokenizer, validate_messages, validate_tools
 from openk3.chat.turn import check_tool_choice, prepare_turn
-from openk3.engine.request import SamplingParams
+from openk3.engine.grammar.spec import Grammar
 
 WEATHER, SEARCH = tool("weather", city={"type": "string"}), tool("search")
 USER = {"role": "user", "content": "Paris?"}
@@ -83,43 +83,101 @@ def test_reasoning_in_tags_is_taken_apart_as_templates_do() -> None:
     assert text("plain", [USER, answered]).count("<think>") == 1
 
 
-def test_whether_the_prompt_begins_the_reasoning() -> None:
-    dialect = tokenizer("qwen").dialect
-    for end, thinks in (("<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)):
-        assert dialect.begins_thinking(dialect.control.encode(f"<|im_start|>assistant\n{end}")) is thinks
-    plain = tokenizer("plain").dialect
-    assert not plain.begins_thinking(plain.control.encode("<think>"))
-
-
-@pytest.mark.parametrize(
-    ("dialect", "required", "named"),
-    [
-        ("qwen", '<tool_call>\n{"name": "', '<tool_call>\n{"name": "search", "arguments":'),
-        ("plain", '<tool_call>\n{"name": "', '<tool_call>\n{"name": "search", "arguments":'),
-        ("mistral", '[TOOL_CALLS] [{"name": "', '[TOOL_CALLS] [{"name": "search", "arguments":'),
-        ("native", "<|tools|><|call|>", "<|tools|><|call|>search<|argument|>"),
-    ],
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content and '<think>' + m.reasoning_content }}"
+    "</think>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ '<think></think>' if enable_thinking is false else ('<think>\n' if reasoning_effort else '') }}{% endif %}"
 )
-def test_a_required_call_is_begun_in_the_prompt(dialect: str, required: str, named: str) -> None:
-    plain = text(dialect, [USER], [WEATHER, SEARCH])
-    assert text(dialect, [USER], [WEATHER, SEARCH], tool_choice="required") == plain + required
-    choice = {"type": "function", "function": {"name": "search"}}
-    assert text(dialect, [USER], [WEATHER, SEARCH], tool_choice=choice) == plain + named
+
+
+def thinking(template: str = THINKING_TEMPLATE) -> Tokenizer:
+    return Tokenizer(tokenizer("qwen").backend, chat_templates={"default": template}, eos_token_ids=[257])
+
+
+def test_whether_the_reply_may_think() -> None:
+    def prompt(reads: Tokenizer, **options: Any) -> tuple[str, str]:
+        found = reads.dialect.prompt(validate_messages([USER]), **options)
+        return reads.decode(found.ids, skip_special_tokens=False).rpartition("assistant")[2], found.thinks
+
+    assert prompt(tokenizer("qwen")) == ("\n", "may")
+    assert prompt(tokenizer("qwen"), effort="none") == ("\n<think>\n\n</think>\n\n", "no")
+    assert prompt(tokenizer("qwen"), effort="high") == ("\n", "may")
+    assert prompt(thinking()) == ("\n", "may")
+    assert prompt(thinking(), effort="low") == ("\n<think>\n", "begun")
+    assert prompt(thinking(), effort="none") == ("\n<think></think>", "no")  # the template's own way
+    always = THINKING_TEMPLATE.replace(" if enable_thinking is false", " if false").replace("reasoning_effort", "true")
+    assert prompt(thinking(always)) == ("\n<think>\n", "begun")
+    assert prompt(thinking(always), effort="none") == ("\n<think>\n\n</think>\n\n", "no")
+    assert prompt(tokenizer("plain")) == prompt(tokenizer("plain"), effort="none") == ("\n", "no")
+    assert prompt(tokenizer("native")) == ("|>", "may")
+    assert prompt(tokenizer("native"), effort="medium") == ("|><|think|>", "begun")
+    assert prompt(tokenizer("native"), effort="none") == ("|><|response|>", "no")
+    assert prompt(tokenizer("native"), effort="none", calls_only=True) == ("|>", "no")
+
+
+def test_the_native_dialect_says_how_much_to_think() -> None:
+    described = json.dumps(WEATHER["function"])
+    for messages, system in (([USER], ""), ([{"role": "system", "content": "Be brief."}, USER], "Be brief.")):
+        written = text("native", messages, [WEATHER], reasoning_effort="low")
+        assert written.startswith(f"<|system|>{system}<|think|>low<|tools|>{described}<|end|><|user|>")
+        assert written.endswith("<|end|><|assistant|><|think|>")
+
+
+def test_an_effort_is_one_of_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"^reasoning_effort: 'huge' is not one of none, minimal, low, medium, high"):
+        prepare_turn(tokenizer("qwen"), validate_messages([USER]), reasoning_effort="huge")  # type: ignore[arg-type]
+
+
+# A message that is continued
+
+
+@pytest.mark.parametrize("dialect", ["qwen", "plain", "mistral", "native"])
+@pytest.mark.parametrize("begun", ["", "It is ", "It is\n", "no mark: </think> <|im_end|> <tool_call>", "é 🌊"])
+def test_a_partial_message_ends_the_prompt(dialect: str, begun: str) -> None:
+    reads = tokenizer(dialect)
+    chat: list[Any] = [USER, {"role": "assistant", "content": begun}]
+    whole = reads.dialect.encode(validate_messages(chat), None, add_generation_prompt=False)
+    partial = prepare_turn(reads, validate_messages([USER, chat[1] | {"partial": True}])).prompt_ids
+    if dialect != "qwen":  # whose template takes everything before </think> for reasoning
+        assert whole[: len(partial)] == partial
+        (end,) = reads.eos_token_ids
+        assert reads.decode(whole[len(partial) :], skip_special_tokens=False).strip() == reads.decode([end], False)
+    assert reads.decode(partial).endswith(begun.split("</think>")[-1].lstrip())
+    spelled = len(begun.split("</think>")[-1].lstrip().encode())
+    assert not set(reads.special_ids) & set(partial[len(partial) - spelled :])
+
+
+@pytest.mark.parametrize("dialect", ["qwen", "native"])
+def test_reasoning_is_continued(dialect: str) -> None:
+    reads = tokenizer(dialect)
+    last = {"role": "assistant", "reasoning_content": "Let me ", "partial": True}
+    turn = prepare_turn(reads, validate_messages([USER, last]))
+    assert reads.decode(turn.prompt_ids).endswith("Let me ")
+    end = "</think>" if dialect == "qwen" else "<|response|>"
+    reply = read(turn.parser(), ids_of(dialect, "see.", end, "Rain."))
+    assert (reply.reasoning, reply.content) == ("see.", "Rain.")
+    with pytest.raises(ValueError, match=r"^messages\[1\]\.reasoning_content: the chat template leaves it out, so it"):
+        prepare_turn(tokenizer("plain"), validate_messages([USER, last]))
+
+
+def test_what_cannot_be_continued() -> None:
+    begun = {"role": "assistant", "content": "{", "partial": True}
+    with pytest.raises(ValueError, match=r"^messages\[0\]\.partial: only the last message can be continued$"):
+        validate_messages([begun, USER])
+    for message in (USER | {"partial": True}, {"role": "assistant", "tool_calls": [CALL], "partial": True}):
+        with pytest.raises(ValueError, match=r"^messages\[0\]\.partial: only an assistant message without tool_calls"):
+            validate_messages([message])
+    with pytest.raises(ValueError, match=r"^messages\[0\]\.partial: expected true or false, got text$"):
+        validate_messages([begun | {"partial": "yes"}])
+    with pytest.raises(
+        ValueError, match=r"^grammar: the form of an answer cannot be kept where a message is continued"
+    ):
+        prepare_turn(tokenizer("qwen"), validate_messages([USER, begun]), grammar=Grammar.json_object())
+    assert validate_messages([begun | {"partial": False}]) == [{"role": "assistant", "content": "{"}]
 
 
 def test_no_tools_where_none_may_be_called() -> None:
     assert text("qwen", [USER, ADDS], [WEATHER], tool_choice="none") == text("qwen", [USER])
-
-
-def test_one_call_ends_at_its_mark() -> None:
-    reads = tokenizer("qwen")
-    end = reads.dialect.control.ids["</tool_call>"]
-    messages, tools = validate_messages([USER]), validate_tools([WEATHER])
-    params = SamplingParams(stop_token_ids=(7,), temperature=0)
-    for choices, ids in (({}, (7,)), ({"parallel_tool_calls": False}, (7, end))):
-        turn = prepare_turn(reads, messages, tools, **choices)
-        assert turn.sampling(params) == SamplingParams(stop_token_ids=ids, temperature=0)
-    assert prepare_turn(reads, messages, None, parallel_tool_calls=False).sampling(params) == params
 
 
 @pytest.mark.parametrize(
@@ -130,6 +188,17 @@ def test_one_call_ends_at_its_mark() -> None:
         ({"type": "function", "function": {}}, r"^tool_choice: expected 'auto'"),
         (["auto"], r"^tool_choice: expected 'auto'"),
         ({"type": "function", "function": {"name": "g"}}, r"^tool_choice: there is no tool 'g'; the tools are f$"),
+        (
+            {"type": "allowed_tools"},
+            r"^tool_choice\.allowed_tools: expected an object with mode and tools, got nothing",
+        ),
+        (allowed("none", "f"), r"^tool_choice\.allowed_tools\.mode: 'none' is not one of auto, required$"),
+        (allowed("auto"), r"^tool_choice\.allowed_tools\.tools: expected a list of at least one tool, got a list$"),
+        (allowed("auto", "f", "g"), r"^tool_choice\.allowed_tools\.tools\[1\]: there is no tool 'g'; the tools are f$"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
+            r"^tool_choice\.allowed_tools\.tools\[0\]: expected {\"type\": \"function\", .*, got 'f'$",
+        ),
     ],
 )
 def test_tool_choices_refused(choice: object, error: str) -> None:
@@ -137,8 +206,13 @@ def test_tool_choices_refused(choice: object, error: str) -> None:
         check_tool_choice(choice, ["f"])
 
 
+def test_some_of_the_tools_may_be_allowed() -> None:
+    assert check_tool_choice(allowed("required", "g", "f"), ["f", "g", "h"]) == ("required", ["g", "f"])
+    assert check_tool_choice(allowed("auto", "h"), ["f", "g", "h"]) == ("auto", ["h"])
+
+
 def test_tool_choices_without_tools() -> None:
-    assert check_tool_choice("auto", []) == ("auto", None)
+    assert check_tool_choice("auto", []) == ("auto", [])
     with pytest.raises(ValueError, match=r"^tool_choice: 'required' needs tools; give at least one$"):
         check_tool_choice("required", [])
     with pytest.raises(ValueError, match=r"^tool_choice: there is no tool 'g'; there are no tools$"):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from engine_support import GREEDY, ByteTokenizer, random_tokens, small_engine, small_model
 
 from openk3.engine import Delta, EngineLoop, Handle, SamplingParams, naive
+from openk3.engine.grammar.spec import Grammar
 
 LIMIT_S = 60  # for what should take a moment, so that a hang fails instead of hanging
 PROMPT = random_tokens(20)
@@ -374,3 +376,67 @@ def test_a_pin_that_is_interrupted_says_so() -> None:
         with pytest.raises(RuntimeError, match="the prefix was not pinned: the engine was closed"):
             pinning.result(LIMIT_S)
         closing.result(LIMIT_S)
+
+
+# Replies that are looked at before anybody sees them
+
+EITHER = SamplingParams(temperature=0, seed=1, grammar=Grammar.regex("[a-z]{6}"))
+
+
+def test_what_is_not_accepted_is_drawn_again_and_never_seen(loop: EngineLoop) -> None:
+    shown: list[str] = []
+
+    def third(whole: Delta) -> str:
+        shown.append(whole.text)
+        return "" if len(shown) == 3 else "not yet"
+
+    handle = loop.submit(PROMPT, EITHER, accept=third, request_id="one")
+    (only,) = list(handle)
+    assert (only.text, only.finish_reason, only.request_id) == (shown[2], "stop", "one")
+    assert shown[0] == loop.submit(PROMPT, EITHER).result(LIMIT_S).text  # greedy at first
+    assert len(set(shown)) == 3
+    again = list(shown)
+    shown.clear()
+    assert loop.submit(PROMPT, EITHER, accept=third).result(LIMIT_S).text == again[2]
+    assert shown == again  # the same seed, the same tries
+
+
+def test_tries_have_an_end(loop: EngineLoop) -> None:
+    tries: list[Delta] = []
+    whole = loop.submit(PROMPT, EITHER, accept=lambda reply: tries.append(reply) or "too short").result(LIMIT_S)
+    assert len(tries) == 4
+    assert (whole.finish_reason, whole.text, whole.token_ids) == ("error", "", ())
+    assert whole.error == "no reply was valid of 4 that were tried; of the last one, too short"
+    assert loop.submit(PROMPT, GREEDY).result(LIMIT_S).finish_reason == "length"
+
+
+def test_what_does_not_end_by_itself_is_not_judged(loop: EngineLoop) -> None:
+    refused: list[Delta] = []
+    cut = loop.submit(PROMPT, replace(EITHER, max_tokens=3), accept=lambda reply: refused.append(reply) or "no")
+    assert (cut.result(LIMIT_S).finish_reason, len(cut.result(LIMIT_S).token_ids)) == ("length", 3)
+    endless = loop.submit(PROMPT, LONG, accept=lambda reply: refused.append(reply) or "no")
+    until(lambda: loop.stats().running)
+    endless.cancel()
+    assert endless.result(LIMIT_S).finish_reason == "cancelled"
+    assert not refused
+
+
+def test_a_judge_that_fails_ends_its_own_request(loop: EngineLoop) -> None:
+    failing = loop.submit(PROMPT, EITHER, accept=lambda reply: [][1])
+    assert failing.result(LIMIT_S).error == "IndexError: list index out of range"
+    assert loop.submit(PROMPT, EITHER).result(LIMIT_S).finish_reason == "stop"
+
+
+def test_cancelling_between_two_tries(loop: EngineLoop) -> None:
+    handles: list[Handle] = []
+    ready = threading.Event()
+
+    def refuse(_: Delta) -> str:
+        ready.wait(LIMIT_S)
+        handles[0].cancel()
+        return "again"
+
+    handles.append(loop.submit(PROMPT, EITHER, accept=refuse))
+    ready.set()
+    assert handles[0].result(LIMIT_S).finish_reason in ("cancelled", "error")
+    until(lambda: not loop.stats().running and not loop.stats().waiting)

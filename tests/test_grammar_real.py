@@ -12,7 +12,6 @@ import pytest
 from grammars import NAME, SCHEMAS
 
 from openk3.engine.grammar.spec import Grammar
-from openk3.engine.grammar.tools import ToolCalls
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -99,7 +98,8 @@ def check_call(llm: LLM, temperature: float) -> list[int]:
     reply = llm.chat(
         [{"role": "user", "content": "How warm is it in Rome, in celsius?"}],
         tools=[{"type": "function", "function": {"name": n, "parameters": TOOLS[n]}} for n in TOOLS],
-        grammar=ToolCalls(TOOLS, required=True, parallel=False).grammar,
+        tool_choice="required",
+        parallel_tool_calls=False,
         temperature=temperature,
         seed=5,
         max_tokens=100,

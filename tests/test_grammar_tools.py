@@ -19,7 +19,7 @@ from test_grammar import walk
 from openk3.engine import SamplingParams
 from openk3.engine.grammar.compiler import GrammarCompiler
 from openk3.engine.grammar.matcher import Matcher
-from openk3.engine.grammar.tools import ToolCalls
+from openk3.engine.grammar.tools import CallForm, ToolCalls
 
 TOOLS: dict[str, Any] = {
     "get_weather": {
@@ -119,12 +119,11 @@ def test_any_text_may_come_first_but_for_the_mark(text: str, compiler: GrammarCo
     assert not matcher.accepting
 
 
-def test_the_mark_cannot_be_spelled_where_it_is_a_token() -> None:
+def test_an_answer_may_spell_the_mark_where_it_is_a_token() -> None:
     matcher = MARKED.matcher(ToolCalls(TOOLS).grammar)
-    for byte in b"I say <tool_call":
+    for byte in b"I say <tool_call>.":
         matcher.consume(byte)
-    assert not matcher.allows(ord(">"))
-    assert matcher.allows(ord("!"))
+    assert matcher.forced is None and matcher.accepting
     assert matcher.allows(BEGIN) and not matcher.allows(END)
 
 
@@ -153,11 +152,12 @@ def test_what_may_follow_a_call(compiler: GrammarCompiler) -> None:
 
 
 def test_other_marks() -> None:
-    calls = ToolCalls({"f": TOOLS["get_time"]}, begin="[CALL] ", end="[/CALL]", required=True, parallel=False)
+    form = CallForm("[CALL]", " ", suffix="}[/CALL]")
+    calls = ToolCalls({"f": TOOLS["get_time"]}, form=form, required=True, parallel=False)
     text = shown(PLAIN, walk(PLAIN.matcher(calls.grammar), random.Random(0)))
     assert text == '[CALL] {"name": "f", "arguments": {}}[/CALL]'
-    nested = ToolCalls({"f": TOOLS["get_time"]}, begin="[<tool_call>", end="</tool_call>]", required=True)
-    matcher = MARKED.matcher(nested.grammar)
+    nested = CallForm("[<tool_call>", suffix="</tool_call>]")
+    matcher = MARKED.matcher(ToolCalls({"f": TOOLS["get_time"]}, form=nested, required=True).grammar)
     assert [matcher.forced, matcher.ended] == [ord("["), False]
 
 
@@ -225,8 +225,10 @@ def test_a_stop_text_before_any_call_is_an_ordinary_end() -> None:
         (lambda: ToolCalls({"": {}}), "a tool has the name '': it must be text"),
         (lambda: ToolCalls({"f": {"type": "string"}}), "the arguments of the tool 'f' are no object"),
         (lambda: ToolCalls({"f": []}), "the arguments of the tool 'f' are no object"),  # type: ignore[dict-item]
-        (lambda: ToolCalls({"f": {}}, begin="\n"), "begin is '\\n': it must be a text that marks calls"),
-        (lambda: ToolCalls({"f": {}}, end=""), "end is '': it must be a text that marks calls"),
+        (lambda: ToolCalls({"f": {}}, form=CallForm()), "form.mark is empty: calls that may follow text need one"),
+        (lambda: ToolCalls({"f": {}}, form="x"), "form is a str: it must be a CallForm"),  # type: ignore[arg-type]
+        (lambda: CallForm(1), "form.mark is 1: it must be text"),  # type: ignore[arg-type]
+        (lambda: CallForm(middle=" "), "form.middle is ' ': it must be a text that divides name and arguments"),
         (lambda: ToolCalls({"f": {"const": {1}}}).grammar, "the tools is not JSON"),
     ],
 )

@@ -35,8 +35,8 @@ def test_a_request_is_rendered_with_its_tools() -> None:
     request: dict[str, Any] = {"model": "x", "messages": [USER], "tools": [tool("f")], "temperature": 0}
     card = json.loads(render("--json", text=json.dumps(request)).stdout)
     assert [token["id"] for token in card["tokens"]] == chat_llm("qwen").tokenizer.encode_chat([USER], [tool("f")])
-    card = json.loads(render("--json", text=json.dumps(request | {"tool_choice": "required"})).stdout)
-    assert "".join(token["text"] for token in card["tokens"]).endswith('<tool_call>\n{"name": "')
+    card = json.loads(render("--json", text=json.dumps(request | {"reasoning_effort": "none"})).stdout)
+    assert "".join(token["text"] for token in card["tokens"]).endswith("<think>\n\n</think>\n\n")
 
 
 def test_lines_for_people() -> None:

@@ -12,18 +12,26 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 from chat_support import TAGS, chat_llm, has_model_say, tokenizer
+from pydantic import BaseModel
 from serving import CONTEXT, MODEL, debug_app, live
 
 from openk3.serve.app import create_app
 
 ARGUMENTS = {"city": "Zürich", "note": '</tool_call> "<think>"', "deep": {"list": [1, None, {}]}}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 CALLS = (
     *("<think>", "\nTwo calls.\n", "</think>", "\n\n", "Let me see.", "\n"),
-    *("<tool_call>", f'\n{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}\n', "</tool_call>", "\n"),
-    *("<tool_call>", '\n{"name": "get_time"}\n', "</tool_call>"),
+    *(
+        "<tool_call>",
+        f'\n{{"name": "weather", "arguments": {JSON}}}\n',
+        "</tool_call>",
+        "\n",
+    ),
+    *("<tool_call>", '\n{"name": "get_time", "arguments": {}}\n', "</tool_call>"),
 )
 USER: dict[str, Any] = {"role": "user", "content": "Paris?"}
-WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+PROPERTIES = {"city": {"type": "string"}, "note": {"type": "string"}, "deep": {"type": "object"}}
+WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": PROPERTIES}}
 TIME = {"name": "get_time", "description": "The time", "input_schema": {"type": "object"}}
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "messages": [USER], "tools": [WEATHER, TIME]}
 
@@ -156,13 +164,15 @@ def test_the_end_of_the_context() -> None:
 
 
 def test_a_cut_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", "<tool_call>", '{"name": "weather", "arguments": {"a": 1, "city": "a long name')
-    whole = post(url, BODY | {"max_tokens": 58}).json()
-    events = events_of(post(url, BODY | {"max_tokens": 58, "stream": True}).text)
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom", "note": "a long name'
+    )
+    whole = post(url, BODY | {"max_tokens": 66}).json()
+    events = events_of(post(url, BODY | {"max_tokens": 66, "stream": True}).text)
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert whole["content"][0]["input"] == {"a": 1}
+    assert whole["content"][0]["input"] == {"city": "Rom"}
     json_text = "".join(e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta")
-    assert json_text == '{"a": 1, "city": "a long'
+    assert json_text == '{"city": "Rom", "note": "a long'
 
 
 def test_what_the_model_reads(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +224,14 @@ def test_what_the_model_reads(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -
 def test_turns_of_one_role_are_one(api: Anthropic) -> None:
     several: Any = [USER, {"role": "user", "content": [{"type": "text", "text": "Or Rome?"}]}]
     together: Any = [{"role": "user", "content": "Paris?\nOr Rome?"}]
+    spoken: Any = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]},
+        {"role": "assistant", "content": "Well"},
+        {"role": "assistant", "content": ", yes."},
+    ]
+    at_once = [*spoken[0]["content"], {"type": "text", "text": "Well, yes."}]
+    several += [*spoken, {"role": "user", "content": "So?"}]
+    together += [{"role": "assistant", "content": at_once}, {"role": "user", "content": "So?"}]
     counts = [api.messages.count_tokens(model=MODEL, messages=chat).input_tokens for chat in (several, together)]
     assert counts[0] == counts[1]
 
@@ -243,9 +261,49 @@ def test_tool_choice(api: Anthropic, monkeypatch: pytest.MonkeyPatch, choice: An
 
 
 def test_a_named_tool(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", ' {"city": "Rom"}}\n', "</tool_call>")
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom"}}\n', "</tool_call>"
+    )
     (block,) = api.messages.create(**BODY, tool_choice={"type": "tool", "name": "weather"}).content
     assert block.type == "tool_use" and (block.name, block.input) == ("weather", {"city": "Rom"})
+
+
+def test_the_clients_tool_runner(api: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have the server keep the conversation, and gets along without."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: where
+        """
+        has_model_say(monkeypatch, "qwen", "It is dry.")
+        return f"dry in {city}"
+
+    has_model_say(
+        monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rom"}}\n', "</tool_call>"
+    )
+    runner = api.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, tools=[weather], messages=[{"role": "user", "content": "Rome?"}]
+    )
+    called, answered = list(runner)
+    assert called.stop_reason == "tool_use"
+    assert [block.model_dump()["text"] for block in answered.content] == ["It is dry."]
+
+
+def test_a_schema(api: Anthropic) -> None:
+    class Weather(BaseModel):
+        sunny: bool
+
+    parsed = api.messages.parse(
+        model=MODEL,
+        max_tokens=100,
+        messages=[{"role": "user", "content": "Sun?"}],
+        output_format=Weather,
+        thinking={"type": "disabled"},
+    )
+    assert isinstance(parsed.parsed_output, Weather)
 
 
 def test_models(api: Anthropic, url: str) -> None:
@@ -310,7 +368,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "4"}
         ),
         ({"thinking": {"type": "enabled"}}, "Missing required parameter: 'thinking.budget_tokens'"),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            {"output_config": {"format": {"type": "json_schema", "schema": {"pattern": "(?=a)b"}}}},
             "Invalid 'output_config.format.schema'",
         ),
     ],

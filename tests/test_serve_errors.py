@@ -103,6 +103,9 @@ def test_unknown_route(url: str) -> None:
         ("DELETE", "/v1/models/debug", "GET"),
         ("POST", "/health", "GET, HEAD"),
         ("DELETE", "/metrics", "GET"),
+        ("PATCH", "/v1/responses/resp_1", "DELETE, GET"),
+        ("PATCH", "/v1/responses/input_tokens", "POST"),
+        ("QUERY", "/tokenize", "POST"),
     ],
 )
 def test_wrong_method(url: str, method: str, path: str, allowed: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,16 +19,18 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import MODEL, client, live
-from test_serve_anthropic import ARGUMENTS, CALLS, events_of
+from test_serve_anthropic import ARGUMENTS, CALLS, PROPERTIES, events_of
 
 from openk3.serve.app import create_app
 from openk3.serve.errors import ApiError
+from openk3.serve.keys.store import KeyStore
 from openk3.serve.responses.store import ResponseStore, Stored
+from openk3.serve.state.server import open_database
 
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "parameters": {"type": "object", "properties": PROPERTIES},
     "strict": False,
 }
 TIME: dict[str, Any] = {"type": "function", "name": "get_time", "parameters": None, "strict": None}
@@ -37,9 +38,8 @@ BODY: dict[str, Any] = {"model": MODEL, "input": "Paris?", "tools": [WEATHER, TI
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("responses") / "responses.sqlite3"
-    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False, responses_path=path)
+def url() -> Iterator[str]:
+    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False)
     with live(app) as url:
         yield url
 
@@ -190,6 +190,10 @@ def test_a_conversation_with_tools_goes_on(api: OpenAI, monkeypatch: pytest.Monk
     assert by_id.usage is not None and by_items.usage is not None
     assert (by_id.usage.input_tokens, by_items.usage.input_tokens) == (tokens, tokens)
     assert by_id.output_text == by_items.output_text == "Rain."
+    counted = api.responses.input_tokens.count(
+        **BODY | {"input": results}, previous_response_id=first.id, instructions="Be long."
+    )
+    assert counted.input_tokens == tokens
     third = api.responses.create(model=MODEL, input="And then?", previous_response_id=by_id.id)
     chat = [*chat[1:], {"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And then?"}]
     assert third.usage is not None
@@ -222,6 +226,28 @@ def test_stored_responses(api: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
     for query in ("?limit=0", "?order=up"):
         response = httpx.get(f"{url}/v1/responses/{created.id}/input_items{query}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, query[1:].split("=")[0])
+
+
+def test_references_to_items(api: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients send an item that is stored by its id."""
+    has_model_say(monkeypatch, "qwen", *CALLS)
+    first = api.responses.create(**BODY)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "4"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    has_model_say(monkeypatch, "qwen", "Rain.")
+    asked = {"role": "user", "content": "Paris?"}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_reference = api.responses.create(**BODY | {"input": [asked, *references, *results]})
+    by_id = api.responses.create(**BODY | {"input": results}, previous_response_id=first.id)
+    assert by_reference.usage is not None and by_id.usage is not None
+    assert by_reference.usage.input_tokens == by_id.usage.input_tokens
+    api.responses.delete(first.id)
+    api.responses.create(**BODY | {"input": [asked, *references, *results]})  # the second response has the items too
+    error = post(url, BODY | {"input": [asked, {"type": "item_reference", "id": "msg_none"}]}).json()["error"]
+    assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
 
 
 def test_what_is_not_to_be_stored_is_not(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +317,9 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"top_logprobs": 3}, "top_logprobs", "not supported by this server yet"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing required"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"pattern": "(?=a)b"}}}},
             "text.format.schema",
-            "not",
+            "pattern",
         ),
         ({"metadata": {"a": "x" * 513}}, "metadata", "values 512"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Input should be"),
@@ -324,16 +350,16 @@ def stored(number: int, previous: str | None = None) -> Stored:
 
 def test_the_store_survives_a_kill(tmp_path: Path) -> None:
     """A process is killed while it writes; whatever it had reported as saved is there, whole."""
-    path = tmp_path / "deep" / "responses.sqlite3"
     script = (
-        "import sys; from pathlib import Path; from openk3.serve.responses.store import ResponseStore, Stored\n"
-        "store = ResponseStore(Path(sys.argv[1])); i = 0\n"
+        "import sys; from pathlib import Path; from openk3.serve.state.server import open_database\n"
+        "from openk3.serve.responses.store import ResponseStore, Stored\n"
+        "store = ResponseStore(open_database(Path(sys.argv[1]))); i = 0\n"
         "while True:\n"
         "    head = {'id': f'resp_{i}', 'previous_response_id': f'resp_{i - 1}' if i else None}\n"
-        "    head['output'] = ['x' * 9999]\n"
-        "    store.save(Stored([{'id': f'msg_{i}'}], head)); print(i, flush=True); i += 1\n"
+        "    head['output'] = [{'id': f'rs_{i}', 'text': 'x' * 9999}]\n"
+        "    store.save(Stored([{'id': f'msg_{i}'}], head), 'me'); print(i, flush=True); i += 1\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     last = -1
     while last < 50:
@@ -341,31 +367,51 @@ def test_the_store_survives_a_kill(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     last = int((process.stdout.read().split() or [last])[-1])
     process.wait()
-    chain = ResponseStore(path).conversation(f"resp_{last}")
+    chain = ResponseStore(open_database(tmp_path)).conversation(f"resp_{last}", "me")
     assert [one.id for one in chain] == [f"resp_{i}" for i in range(last + 1)]
-    assert all(one.response["output"] == ["x" * 9999] for one in chain)
-    assert path.stat().st_mode & 0o077 == 0
+    assert all(one.response["output"][0]["text"] == "x" * 9999 for one in chain)
+
+
+def test_responses_are_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_model_say(monkeypatch, "qwen", "Yes.")
+    for again in (False, True):
+        app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False, state_folder=tmp_path)
+        with live(app) as url:
+            if not again:
+                first = post(url, BODY).json()
+            else:
+                assert httpx.get(f"{url}/v1/responses/{first['id']}").json() == first
+                second = post(url, BODY | {"previous_response_id": first["id"]}).json()
+                assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
 def test_old_responses_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(tmp_path / "responses.sqlite3")
+    store = ResponseStore(open_database(tmp_path))
     monkeypatch.setattr("openk3.serve.responses.store.time.time", lambda: 1_000_000)
-    store.save(stored(0))
+    store.save(stored(0), "me")
     monkeypatch.setattr("openk3.serve.responses.store.time.time", lambda: 1_000_000 + 31 * 24 * 3600)
-    store.save(stored(1, "resp_0"))
-    assert store.get("resp_1").input == [{"id": "msg_1"}]
+    store.save(stored(1, "resp_0"), "me")
+    assert store.get("resp_1", "me").input == [{"id": "msg_1"}]
     with pytest.raises(ApiError, match='There is no response "resp_0"'):
-        store.conversation("resp_1")
+        store.conversation("resp_1", "me")
+    assert store.item("msg_0", "me") is None
+    assert store.item("msg_1", "me") == {"id": "msg_1"}
+    assert store.item("msg_1", "you") is None
 
 
-def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "responses.sqlite3"
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE mine (x)")
-    before = path.read_bytes()
-    with pytest.raises(ApiError, match="is no file of responses of version 1") as caught:
-        ResponseStore(path).save(stored(0))
-    assert caught.value.status == 500
-    with sqlite3.connect(path) as db:
-        assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("mine",)]
-    assert before[:16] == path.read_bytes()[:16]
+def test_responses_of_another_key_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_model_say(monkeypatch, "qwen", "Yes.")
+    app = create_app(lambda: chat_llm("qwen"), model_name=MODEL, web=False, owns_model=False, state_folder=tmp_path)
+    with live(app) as url:
+        keys = KeyStore(open_database(tmp_path))
+        mine, yours = (
+            OpenAI(base_url=f"{url}/v1", api_key=keys.create(name)[1], max_retries=0) for name in ("Ada", "Bob")
+        )
+        created = mine.responses.create(**BODY)
+        assert mine.responses.retrieve(created.id) == created
+        for ask in (yours.responses.retrieve, yours.responses.delete, yours.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                ask(created.id)
+        with pytest.raises(openai.NotFoundError):
+            yours.responses.create(**BODY, previous_response_id=created.id)
+        assert mine.responses.create(**BODY, previous_response_id=created.id).output_text == "Yes."

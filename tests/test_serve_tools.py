@@ -7,22 +7,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
-from chat_support import TAGS, chat_llm, has_model_say, tokenizer, tool
+from chat_support import TAGS, allowed, chat_llm, has_model_say, tokenizer, tool
 from openai import LengthFinishReasonError, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import MODEL, client, live, sse
 
 from openk3.serve.app import create_app
 
-WEATHER, TIME = tool("weather", city={"type": "string"}), tool("get_time")
+WEATHER, TIME = tool("weather", city={"type": "string"}, note={"type": "string"}), tool("get_time")
+CITY = tool("get_city", code={"type": "integer", "minimum": 10, "maximum": 99}, big={"type": "boolean"})
+CITY["function"]["parameters"]["required"] = ["code"]
 USER = {"role": "user", "content": "Paris?"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": [WEATHER, TIME], "temperature": 0}
 ARGUMENTS = '{"city": "Zürich", "note": "</tool_call> \\"<think>\\""}'
 CALLS = (
     *("<think>", "\nTwo calls.\n", "</think>", "\n\n", "Let me see.", "\n"),
     *("<tool_call>", f'\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n', "</tool_call>", "\n"),
-    *("<tool_call>", '\n{"name": "get_time"}\n', "</tool_call>"),
+    *("<tool_call>", '\n{"name": "get_time", "arguments": {}}\n', "</tool_call>"),
 )
 
 
@@ -126,9 +129,9 @@ def test_no_mark_is_in_any_field(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cut_call(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", "<tool_call>", '{"name": "weather", "arguments": {"city": "a long name')
-    (whole,) = api.chat.completions.create(**BODY, max_tokens=50).choices
-    stream = api.chat.completions.stream(**BODY, max_tokens=50)
+    has_model_say(monkeypatch, "qwen", "<tool_call>", '\n{"name": "weather", "arguments": {"city": "a long name')
+    (whole,) = api.chat.completions.create(**BODY, max_tokens=51).choices
+    stream = api.chat.completions.stream(**BODY, max_tokens=51)
     with stream as events, pytest.raises(LengthFinishReasonError) as caught:
         events.get_final_completion()
     (streamed,) = caught.value.completion.choices
@@ -146,24 +149,26 @@ def test_no_calls_where_none_are_wanted(api: OpenAI, monkeypatch: pytest.MonkeyP
         assert choice.finish_reason == "stop"
 
 
-def test_required_and_named_calls_are_begun_for_the_model(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", 'get_time", "arguments": {"zone": 1}}\n', "</tool_call>")
-    (choice,) = api.chat.completions.create(**BODY, tool_choice="required").choices
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.tool_calls is not None
-    assert choice.message.tool_calls[0].function.model_dump() == {"name": "get_time", "arguments": '{"zone": 1}'}
-
-    has_model_say(monkeypatch, "qwen", ' {"city": "Rom"}}\n', "</tool_call>", "\nand more")
-    named: Any = {"type": "function", "function": {"name": "weather"}}
-    for stream in (False, True):
-        if stream:
-            with api.chat.completions.stream(**BODY, tool_choice=named) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = api.chat.completions.create(**BODY, tool_choice=named).choices[0].message
-        assert not message.content
-        assert message.tool_calls is not None
-        assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Rom"}']
+def test_required_and_named_calls_are_kept_to_their_form(api: OpenAI) -> None:
+    """By a model with random weights, which has no idea of calls, and would rather go on for ever."""
+    body: dict[str, Any] = BODY | {"tools": [CITY, TIME], "max_tokens": 2000, "logit_bias": {"257": 100, "260": -100}}
+    named: Any = {"type": "function", "function": {"name": "get_city"}}
+    for choice in ("required", named):
+        for temperature, stream in ((0, False), (1, False), (1, True)):
+            asked = body | {"tool_choice": choice, "temperature": temperature, "seed": 3}
+            if stream:
+                with api.chat.completions.stream(**asked) as events:
+                    (one,) = events.get_final_completion().choices
+            else:
+                (one,) = api.chat.completions.create(**asked).choices
+            assert (one.finish_reason, one.message.content or "") == ("tool_calls", "")
+            assert one.message.tool_calls
+            for call in one.message.tool_calls:
+                schema = {"get_city": CITY, "get_time": TIME}[call.function.name]["function"]["parameters"]
+                jsonschema.validate(json.loads(call.function.arguments), schema)
+            if choice is named:
+                (call,) = one.message.tool_calls
+                assert call.function.name == "get_city"
 
 
 def test_one_call_at_most(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +196,43 @@ def test_a_conversation_goes_on(api: OpenAI, monkeypatch: pytest.MonkeyPatch) ->
     assert reply.usage.prompt_tokens == len(tokenizer("qwen").encode_chat(chat, BODY["tools"]))
 
 
+def test_a_partial_message_is_continued(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_model_say(monkeypatch, "qwen", "rain.")
+    messages: Any = [USER, {"role": "assistant", "content": "There is ", "partial": True}]
+    reply = api.chat.completions.create(**BODY | {"messages": messages})
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("rain.", "stop")
+    chunks = api.chat.completions.create(**BODY | {"messages": messages}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "rain."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_no_grammar_keeps_is_kept_all_the_same(api: OpenAI, stream: bool) -> None:
+    bits = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    asked: dict[str, Any] = BODY | {
+        "tools": [tool("pick", bits=bits)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "logit_bias": {"260": -100},
+        "max_tokens": 200,
+    }
+    schema = asked["tools"][0]["function"]["parameters"]
+    for seed in range(4):
+        if stream:
+            with api.chat.completions.stream(**asked, seed=seed) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = api.chat.completions.create(**asked, seed=seed).choices[0].message
+        assert message.tool_calls is not None
+        jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), schema)
+
+
 def test_tools_of_a_message(api: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_model_say(monkeypatch, "qwen", "<tool_call>", '{"name": "search"}', "</tool_call>")
+    has_model_say(monkeypatch, "qwen", "<tool_call>", '\n{"name": "search", "arguments": {}}\n', "</tool_call>")
     messages: Any = [USER, {"role": "system", "tools": [tool("search")]}]
     (choice,) = api.chat.completions.create(**BODY | {"messages": messages, "tools": []}).choices
     assert choice.message.tool_calls is not None
     assert choice.message.tool_calls[0].function.name == "search"
-    (choice,) = api.chat.completions.create(**BODY).choices
-    assert choice.message.content == '{"name": "search"}'  # is no tool of this request
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -226,6 +260,22 @@ ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         ({"tool_choice": "any"}, "tool_choice", "expected 'auto', 'none', 'required' or"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "'required' needs tools"),
+        ({"tool_choice": allowed("auto", "x")}, "tool_choice.allowed_tools.tools[0]", "there is no tool 'x'"),
+        (
+            {"tools": [tool("f", x={"$ref": "https://a.org/b"})]},
+            "tools",
+            "'f' cannot be called: the JSON schema has the",
+        ),
+        (
+            {"tools": [tool("f", x={"type": "no"})]},
+            "tools",
+            "the tool 'f' cannot be called: the JSON schema is malformed",
+        ),
+        (
+            {"messages": [USER | {"partial": True}]},
+            "messages[0].partial",
+            "only an assistant message without tool_calls",
+        ),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "expected a boolean"),
         ({"messages": [USER, ASKED]}, "messages[1].tool_calls", "no result for 'c1'"),
         (

@@ -36,7 +36,7 @@ def refused(raw: bytes | dict[str, Any] | list[Any], model: Any = ChatRequest) -
         ("min_p", -1, "decimal_below_min_value", "expected a value of at least 0, but got -1 instead."),
         ("presence_penalty", -3, "decimal_below_min_value", "expected a value of at least -2, but got -3 instead."),
         ("frequency_penalty", 9, "decimal_above_max_value", "expected a value of at most 2, but got 9 instead."),
-        ("repetition_penalty", 0, "decimal_below_min_value", "expected a value greater than 0, but got 0 instead."),
+        ("repetition_penalty", 0, "decimal_below_min_value", "expected a value of at least 0.01, but got 0 instead."),
         ("n", 0, "integer_below_min_value", "expected a value of at least 1, but got 0 instead."),
         ("n", 1000000, "integer_above_max_value", "expected a value of at most 128, but got 1000000 instead."),
         ("n", 1.5, "invalid_type", "expected an integer, but got a decimal number instead."),

@@ -7,9 +7,10 @@ OpenK3's own control tokens (`openk3.chat.native`). Both write text in which onl
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
@@ -20,7 +21,23 @@ from openk3.chat.native import NATIVE, NATIVE_TOKENS, write_native
 from openk3.chat.template import ChatTemplate
 from openk3.chat.tool_text import TAGS, write_tools
 
-Writer: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None, bool], str]
+Writer: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None, bool, str | None], str]
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads before its reply.
+
+    Attributes:
+        ids: the tokens.
+        thinks: whether they end within reasoning ("begun"), the reply may begin with it ("may"), or has none ("no").
+        continued: whether they end within the text of a message, which the reply goes on with.
+    """
+
+    ids: list[int]
+    thinks: Literal["begun", "may", "no"]
+    continued: bool = False
 
 
 class Dialect:
@@ -48,7 +65,7 @@ class Dialect:
         Raises:
             ValueError: the template refused the chat, or two tools have the same name.
         """
-        return self._writer(self._prepared(messages), tools, add_generation_prompt)
+        return self._writer(self._prepared(messages), tools, add_generation_prompt, None)
 
     def encode(
         self,
@@ -61,30 +78,76 @@ class Dialect:
         Raises:
             ValueError: as `render`.
         """
+        return self.control.encode(self._guarded(messages, tools, add_generation_prompt, None))
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        effort: ReasoningEffort | None = None,
+        calls_only: bool = False,
+    ) -> Prompt:
+        """What the model reads for a reply, which is a new message, or the rest of a last one that is partial.
+
+        Args:
+            effort: of reasoning; "none" ends it before it begins. None leaves it to the checkpoint.
+            calls_only: the reply has calls and no text.
+
+        Raises:
+            ValueError: as `render`, or the template has no place for the message to be continued.
+        """
+        if messages[-1].get("partial"):
+            return self._continued(messages, tools, effort)
+        ids = self.control.encode(self._guarded(messages, tools, True, effort))
+        if not self.marks.thinks:
+            return Prompt(ids, "no")
+        begin, end = self.marks.spelling(Mark.THINK), self.marks.spelling(Mark.RESPONSE)
+        if effort != "none":
+            return Prompt(ids, "begun" if self._ends_with(ids, begin) else "may")
+        if self.marks.thoughts_end and not self._ends_with(ids, end):
+            # As the templates of Qwen 3 do it themselves.
+            opened = "" if self._ends_with(ids, begin) else f"{begin}\n"
+            ids += self.control.encode(f"{opened}\n{end}\n\n")
+        elif not self.marks.thoughts_end and not calls_only:
+            ids += self.control.encode(end)
+        return Prompt(ids, "no")
+
+    def _continued(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, effort: str | None
+    ) -> Prompt:
+        *before, last = messages
+        thinks = not last["content"] and "reasoning_content" in last
+        field = "reasoning_content" if thinks else "content"
+        place = "".join(str(secrets.randbelow(10)) for _ in range(40))  # as in `ControlTokens`
+        marked: Any = {**last, field: f"{last.get(field, '')}{place}"}
+        written, found, _ = self._guarded([*before, marked], tools, False, effort).rpartition(place)
+        if not found:
+            raise ValueError(
+                f"messages[{len(before)}].{field}: the chat template leaves it out, so it cannot be continued"
+            )
+        return Prompt(self.control.encode(written), "begun" if thinks else "no", continued=True)
+
+    def _guarded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        effort: str | None,
+    ) -> str:
+        """The chat as text for `ControlTokens.encode`."""
         messages = self.control.guard(self._prepared(messages))
         tools = self.control.guard(list(tools)) if tools else None
-        return self.control.encode(self._writer(messages, tools, add_generation_prompt))
+        return self._writer(messages, tools, add_generation_prompt, effort)
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         tagged = THINKING.keys() <= self.marks.meaning.keys()
-        return [_with_reasoning_apart(message) if tagged else message for message in messages]
+        turns: list[Any] = [{k: v for k, v in message.items() if k != "partial"} for message in messages]
+        return [_with_reasoning_apart(turn) if tagged else turn for turn in turns]
 
-    def begins_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the beginning of reasoning, as some templates do for the model."""
-        if not self.marks.thinks:
-            return False
-        tail = self._backend.decode(prompt_ids[-16:], skip_special_tokens=False).rstrip()
-        return bool(tail.endswith(self.marks.spelling(Mark.THINK)))
-
-    def call_beginning(self, name: str | None, thinking: bool) -> list[int]:
-        """The tokens that a call begins with: up to the name of the function, or with a name up to its arguments.
-
-        Args:
-            thinking: reasoning that the prompt has begun is ended first.
-        """
-        text = f"\n{self.marks.spelling(Mark.RESPONSE)}\n\n" if thinking else ""
-        text += self.marks.call_prefix + (name + self.marks.name_suffix if name else "")
-        return self.control.encode(text)
+    def _ends_with(self, ids: Sequence[int], mark: str) -> bool:
+        """Whether a prompt ends with a mark, as those of some templates do, and with nothing but spaces after it."""
+        tail: str = self._backend.decode(ids[-16:], skip_special_tokens=False)
+        return tail.rstrip().endswith(mark)
 
 
 def native_dialect(backend: Backend) -> Dialect | None:
@@ -132,16 +195,20 @@ class _TemplateWriter:
         self.takes_tools = "tool_use" in sources or self._takes_tools()
 
     def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        effort: str | None,
     ) -> str:
         offered = offered_tools(messages, tools)
         turns = [message for message in messages if "tools" not in message]
         if not turns:
             raise ValueError("messages: nothing but tools; give at least one message with content")
         if not self.takes_tools and (offered or any("tool_calls" in m or m["role"] == "tool" for m in turns)):
-            return self._plain.render(write_tools(turns, offered), None, add_generation_prompt)
+            return self._plain.render(write_tools(turns, offered), None, add_generation_prompt, effort)
         template = self._with_tools if offered else self._plain
-        return template.render(turns, offered or None, add_generation_prompt)
+        return template.render(turns, offered or None, add_generation_prompt, effort)
 
     def _takes_tools(self) -> bool:
         """Whether the template writes tools down; found out by trying."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from openk3.engine.grammar.tools import TAGGED_CALLS, CallForm
+
 
 class Mark(Enum):
     """What a mark begins or ends."""
@@ -30,15 +32,15 @@ class Marks:
         meaning: spelling to what it means.
         shown: what marks inside an answer look like to its reader, such as a bracket for the mark of a citation.
         plain_calls: whether a bare or fenced JSON object that names a tool is a call too.
-        call_prefix: how a call begins, up to the name of the function.
-        name_suffix: what follows the name, up to the arguments.
+        calls: how calls are written.
+        thoughts_end: whether reasoning always has its end, and calls do not follow it directly.
     """
 
     meaning: Mapping[str, Mark] = field(default_factory=dict)
     shown: Mapping[str, str] = field(default_factory=dict)
     plain_calls: bool = True
-    call_prefix: str = '{"name": "'
-    name_suffix: str = '", "arguments":'
+    calls: CallForm = TAGGED_CALLS
+    thoughts_end: bool = True
 
     @property
     def thinks(self) -> bool:
@@ -52,8 +54,8 @@ class Marks:
 THINKING = {"<think>": Mark.THINK, "</think>": Mark.RESPONSE}
 
 # Qwen 2.5 and 3, Hermes, SmolLM3 and many more.
-TAGGED = Marks({"<tool_call>": Mark.CALL, "</tool_call>": Mark.END_CALL}, call_prefix='<tool_call>\n{"name": "')
+TAGGED = Marks({"<tool_call>": Mark.CALL, "</tool_call>": Mark.END_CALL})
 # Mistral: a list of calls to the end of the reply.
-LISTED = Marks({"[TOOL_CALLS]": Mark.CALL}, call_prefix='[TOOL_CALLS] [{"name": "')
+LISTED = Marks({"[TOOL_CALLS]": Mark.CALL}, calls=CallForm("[TOOL_CALLS]", " [", separator=", ", closing="]"))
 # Llama 3.1 and later: nothing but the object.
-BARE = Marks(name_suffix='", "parameters":')
+BARE = Marks(calls=CallForm(middle='", "parameters": '))

@@ -25,7 +25,8 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 class Message(TypedDict, total=False):
     """One turn of a chat. ``role`` is required; ``content`` may be absent only beside ``tool_calls`` and ``tools``.
 
-    A system message with ``tools`` and no content adds tools from its place in the chat on.
+    A system message with ``tools`` and no content adds tools from its place in the chat on. A last assistant message
+    that is ``partial`` is continued: the reply is what follows its text.
     """
 
     role: str
@@ -35,6 +36,7 @@ class Message(TypedDict, total=False):
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     tools: list[dict[str, Any]]
+    partial: bool
 
 
 def validate_messages(messages: object) -> list[Message]:
@@ -54,7 +56,11 @@ def validate_messages(messages: object) -> list[Message]:
         raise ValueError(f"messages: expected a list of messages, got {kind(messages)}")
     if not messages:
         raise ValueError("messages: the list is empty; give at least one message")
-    return [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    checked = [_validate_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for i, message in enumerate(checked[:-1]):
+        if "partial" in message:
+            raise ValueError(f"messages[{i}].partial: only the last message can be continued")
+    return checked
 
 
 def validate_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -163,7 +169,7 @@ def _validate_message(message: object, where: str) -> Message:
         checked["tools"] = _tools(message["tools"], f"{where}.tools")
     elif content is not None:
         checked["content"] = _content(content, f"{where}.content")
-    elif role == "assistant" and calls:
+    elif role == "assistant" and (calls or (message.get("partial") and message.get("reasoning_content"))):
         checked["content"] = ""  # many templates add it to a string without asking whether it is there
     else:
         raise ValueError(
@@ -179,10 +185,21 @@ def _validate_message(message: object, where: str) -> Message:
     for field in ("name", "tool_call_id", "reasoning_content"):
         if message.get(field) is not None:
             checked[field] = check_text(message[field], f"{where}.{field}")
+    if _is_partial(message, checked, where):
+        checked["partial"] = True
     for field, value in message.items():
-        if field not in checked and field not in ("content", "tool_calls", "tools") and value is not None:
+        if field not in checked and field not in ("content", "tool_calls", "tools", "partial") and value is not None:
             checked[check_text(field, f"{where}: field name")] = _plain(value, f"{where}.{field}")
     return checked  # type: ignore[return-value]  # built field by field above
+
+
+def _is_partial(message: Mapping[str, Any], checked: Mapping[str, Any], where: str) -> bool:
+    partial = message.get("partial")
+    if not isinstance(partial, (bool, type(None))):
+        raise ValueError(f"{where}.partial: expected true or false, got {kind(partial)}")
+    if partial and (checked["role"] != "assistant" or "tool_calls" in checked):
+        raise ValueError(f"{where}.partial: only an assistant message without tool_calls can be continued")
+    return bool(partial)
 
 
 def _content(content: object, where: str) -> str:

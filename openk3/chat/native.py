@@ -8,8 +8,9 @@ A conversation is a row of turns, and a turn is a role token, channels and ``<|e
     "Paris"}<|end|> <|tool|>weather<|response|>rain<|end|> <|assistant|><|response|>It
     rains<|citation|>1<|end_citation|>.<|end|>
 
-Channels are think, response and tools. The layout tokens mark the structure of documents that the model reads. A
-tokenizer that has all of these tokens, and no template, speaks this dialect.
+Channels are think, response and tools; in the system's turn, think holds the effort that is asked for. The layout
+tokens mark the structure of documents that the model reads. A tokenizer that has all of these tokens, and no template,
+speaks this dialect.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from openk3.chat.marks import Mark, Marks
 from openk3.chat.messages import Message
+from openk3.engine.grammar.tools import CallForm
 
 END = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
@@ -42,18 +44,25 @@ NATIVE = Marks(
     },
     shown={"<|citation|>": "[", "<|end_citation|>": "]"},
     plain_calls=False,
-    call_prefix="<|tools|><|call|>",
-    name_suffix="<|argument|>",
+    calls=CallForm("<|tools|>", prefix="<|call|>", middle="<|argument|>", suffix="", separator=""),
+    thoughts_end=False,
 )
 
 
 def write_native(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    effort: str | None = None,
 ) -> str:
-    """The text of a checked chat. `tools` go into the first turn if that is the system's, else into one before it."""
+    """The text of a checked chat. `tools` and the `effort` of reasoning go into the first turn if that is the system's,
+    else into one before it.
+    """
     turns: list[str] = []
-    if tools and messages[0]["role"] != "system":
-        turns.append(_turn("system", _tools(tools)))
+    thought = f"<|think|>{effort}" if effort else ""
+    if (tools or thought) and messages[0]["role"] != "system":
+        turns.append(_turn("system", thought + (_tools(tools) if tools else "")))
+        tools, thought = None, ""
     called: dict[str, str] = {}
     for i, message in enumerate(messages):
         role, content = message["role"], str(message.get("content", ""))
@@ -64,9 +73,10 @@ def write_native(
             name = called.get(str(message.get("tool_call_id")), str(message.get("name", "")))
             turns.append(_turn(role, f"{name}<|response|>{content}"))
         else:
-            added = [*((tools or ()) if i == 0 and role == "system" else ()), *message.get("tools", ())]
-            turns.append(_turn(role, content + (_tools(added) if added else "")))
-    return "".join(turns) + (ROLE_TOKENS["assistant"] if add_generation_prompt else "")
+            added = [*((tools or ()) if i == 0 else ()), *message.get("tools", ())]
+            turns.append(_turn(role, content + (thought if i == 0 else "") + (_tools(added) if added else "")))
+    thinks = "<|think|>" if effort not in (None, "none") else ""
+    return "".join(turns) + (ROLE_TOKENS["assistant"] + thinks if add_generation_prompt else "")
 
 
 def _turn(role: str, text: str) -> str:

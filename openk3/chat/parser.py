@@ -8,7 +8,8 @@ before a call, is held back until it is.
 Models that were told to write ``<tool_call>`` often write the bare object, or one in a fence. So in a chat with tools
 an answer that begins like that is held back until it has become a call of one of the tools, or cannot any more
 (`openk3.chat.plain_calls`). A call is handed on when all of it is there and valid; what turns out not to be one is
-shown as text. Calls that are valid by construction are handed on as they are written.
+shown as text. Calls that a grammar keeps to their schemas are handed on as they are written, and beside them nothing is
+taken for a call that it does not see.
 """
 
 from __future__ import annotations
@@ -69,13 +70,17 @@ class ReplyParser:
         tools: names of the functions that may be called; without any, nothing is read as a call.
         stop: texts that end the reply, as the engine was told. They are left out, and so is what follows.
         thinking: the prompt has begun the reasoning already.
+        fresh: the reply is the beginning of an answer, where a call may stand without a mark.
         max_calls: what comes after so many calls is left out; None for no limit.
-        valid: the reply is kept to a grammar, so that what begins as a call is one.
+        valid: the reply is kept to a grammar, so that what begins as a call with a mark is one.
+        plain: whether calls without marks are read; or what the first one begins with in a grammar, and the following
+            ones, so that what begins like that is a call, and nothing else is one; or nothing.
         used_ids: ids of earlier calls in the conversation.
         new_id: draws an id for a call.
 
     Attributes:
         num_calls: how many calls are complete.
+        reasoning_tokens: how many tokens of the reply were reasoning, the mark of its end included.
     """
 
     def __init__(
@@ -87,18 +92,23 @@ class ReplyParser:
         tools: Collection[str] = (),
         stop: Sequence[str] = (),
         thinking: bool = False,
+        fresh: bool = True,
         max_calls: int | None = None,
         valid: bool = False,
+        plain: bool | Sequence[re.Pattern[str]] = True,
         used_ids: Collection[str] = (),
         new_id: Callable[[], str] = random_call_id,
     ) -> None:
         self.num_calls = 0
+        self.reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._marks = marks
         self._tools = frozenset(tools)
         self._stop = stop
         self._max_calls = max_calls
         self._valid = valid
+        self._reads_plain = bool(plain) and bool(tools) and marks.plain_calls
+        self._heads = () if isinstance(plain, bool) else tuple(plain)
         self._used_ids = set(used_ids)
         self._new_id = new_id
         self._control_ids = frozenset(control_ids.values())
@@ -114,7 +124,7 @@ class ReplyParser:
         self._channel = Mark.THINK if thinking else Mark.RESPONSE
         self._trim = thinking  # line ends are left out until something else comes
         self._spaces = ""  # white space that may turn out to be no part of the text
-        self._fresh = True  # nothing of the answer was seen yet, or nothing since the last call
+        self._fresh = fresh  # nothing of the answer was seen yet, or nothing since the last call
         self._lead: Lead | None = None  # what stood before the object that may be a call; None if it was a mark
         self._draft: CallObject | NamedCall | None = None
         self._num_begun = 0
@@ -128,6 +138,7 @@ class ReplyParser:
         for token in ids:
             if self._ended:
                 break
+            self.reasoning_tokens += self._channel is Mark.THINK
             if token in self._marks_by_id:
                 self._flush()
                 self._read(last=True)
@@ -184,7 +195,7 @@ class ReplyParser:
                 self._buffer = self._buffer.lstrip(_BETWEEN_CALLS)
             elif self._channel is Mark.CALL and self._buffer[0] == "{":
                 self._draft = CallObject()
-            elif self._fresh and self._tools and self._marks.plain_calls and self._channel is Mark.RESPONSE:
+            elif self._fresh and self._reads_plain and self._channel is Mark.RESPONSE:
                 if not self._read_lead(find_lead(self._buffer, self._lead), last):
                     return
             elif not self._read_to_tag(last):
@@ -276,21 +287,32 @@ class ReplyParser:
 
     def _announce(self, draft: CallObject | NamedCall) -> None:
         """Hand on what is written of a call that is valid by construction."""
-        if self._valid and draft.name in self._tools and draft.arguments_so_far:
+        if self._valid and draft.name in self._tools and draft.arguments_so_far and self._is_kept(draft):
             self._hand_on(draft.name, draft.arguments_so_far)
+
+    def _is_kept(self, draft: CallObject | NamedCall) -> bool:
+        """Whether a grammar has kept the draft to a call, if there is one."""
+        if self._lead is None or not self._heads:
+            return True
+        written = self._lead.skipped + self._lead.text + draft.text
+        return self._heads[min(self.num_calls, 1)].match(written) is not None
 
     def _settle(self, cut: bool) -> None:
         """End the draft: it is a call, a part of one if the reply was cut, or else text."""
         draft, self._draft = self._draft, None
         assert draft is not None
         bare_name = isinstance(draft, NamedCall) and not draft.arguments_so_far.strip()
-        call = None if cut and bare_name else draft.call(self._tools)
+        call = None if (cut and bare_name) or not self._is_kept(draft) else draft.call(self._tools)
         if call is not None:
             self._hand_on(*call)
             self.num_calls += 1
             self._sent, self._spaces, self._fresh, self._trim = None, "", True, True
             self._ended = self.num_calls == self._max_calls
-        elif cut and draft.name in self._tools and (self._lead is None or draft.arguments_so_far):
+        elif (
+            cut
+            and draft.name in self._tools
+            and (self._lead is None or (draft.arguments_so_far and self._is_kept(draft)))
+        ):
             self._hand_on(draft.name, draft.arguments_so_far)
         else:
             self._give_back(draft)

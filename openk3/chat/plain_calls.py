@@ -22,12 +22,14 @@ class Lead:
         is_object: whether an object begins there. None: more text is needed to tell.
         text: what is to be shown of those characters if the object turns out to be no call.
         fenced: whether the object stands in a fence.
+        skipped: what is not to be shown in any case: the end of the fence of the call before.
     """
 
     length: int
     is_object: bool | None
     text: str = ""
     fenced: bool = False
+    skipped: str = ""
 
 
 def find_lead(text: str, before: Lead | None) -> Lead:
@@ -56,7 +58,7 @@ def find_lead(text: str, before: Lead | None) -> Lead:
         at = _skip(text, at + 1, _SPACE)
     if at == len(text):
         return Lead(start, None)
-    return Lead(at, True, text[start:at], fenced) if text[at] == "{" else Lead(start, False)
+    return Lead(at, True, text[start:at], fenced, text[:start]) if text[at] == "{" else Lead(start, False)
 
 
 def _may_go_on(text: str, at: int) -> bool:

@@ -47,8 +47,11 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        effort: str | None = None,
     ) -> str:
         """Return the chat as text. Messages and tools must have passed `validate_messages` and `validate_tools`.
+
+        The `effort` of reasoning is there for the template under the names that the families use; None leaves them out.
 
         Raises:
             ValueError: the template refused the chat (its own words are quoted) or failed on it.
@@ -59,12 +62,19 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                **_effort_names(effort),
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error.message or error}") from None
         except Exception as error:  # a template is foreign code: any operation in it can fail
             raise ValueError(f"chat template: failed on these messages: {type(error).__name__}: {error}") from None
+
+
+def _effort_names(effort: str | None) -> dict[str, Any]:
+    # Qwen 3 and SmolLM 3, DeepSeek and Granite, GPT-OSS.
+    thinks = effort != "none"
+    return {} if effort is None else {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

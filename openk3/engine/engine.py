@@ -191,6 +191,10 @@ class Engine:
         """
         self._grammars.compile(grammar)
 
+    def keepable(self, grammar: Grammar) -> tuple[Grammar, str]:
+        """As `GrammarCompiler.keepable`. For any thread."""
+        return self._grammars.keepable(grammar)
+
     def make_pin_request(self, prompt_ids: Sequence[int], ttl_s: float) -> Request:
         """A request that computes a prefix and pins it for `ttl_s` seconds; `Request.pinned` holds the result.
 

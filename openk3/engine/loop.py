@@ -14,11 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 from openk3.engine.engine import Engine, EngineStats
-from openk3.engine.handle import Handle
+from openk3.engine.handle import Handle, merge
 from openk3.engine.pins import PinnedPrefix
 from openk3.engine.request import Delta, Request, SamplingParams
 
@@ -27,6 +28,26 @@ __all__ = ["EngineLoop", "Handle"]
 logger = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 86_400.0  # a lock refuses to wait for centuries, which is how long some prefixes may be pinned
+
+
+# Replies to one request, if each but the last is refused. The model's best reply comes first; the others are drawn.
+_MOST_TRIES = 4
+_LEAST_TEMPERATURE = 0.7
+
+
+@dataclass
+class _Trial:
+    """A reply that is looked at before its client sees it.
+
+    Attributes:
+        accept: says what is wrong with a whole reply, nothing if it is right.
+        deltas: what there is of the reply.
+    """
+
+    request: Request
+    accept: Callable[[Delta], str]
+    number: int = 1
+    deltas: list[Delta] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -47,6 +68,7 @@ class EngineLoop:
         self._ended = False
         # Belongs to the thread: the handles of those requests that have left the inbox.
         self._started: dict[str, Handle] = {}
+        self._trials: dict[str, _Trial] = {}
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="openk3-engine", daemon=True)
         self._thread.start()
@@ -59,6 +81,7 @@ class EngineLoop:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        accept: Callable[[Delta], str] | None = None,
     ) -> Handle:
         """Start a request.
 
@@ -67,12 +90,16 @@ class EngineLoop:
             priority: requests with a larger number go first and may displace those with a smaller one, for as long as
                 there are any.
             request_id: must be unique among the requests in the engine; None makes one up.
+            accept: says what is wrong with a reply that has ended by itself; nothing if it is right. The reply then
+                comes as one delta. Of one that is wrong no client hears: others are drawn, and if the fourth is wrong
+                too, that is an error. It runs in the engine's thread.
 
         Raises:
             ValueError: the prompt is empty, too long or outside the vocabulary, or the id is in use.
             RuntimeError: the engine is closed, or in another process since a fork.
         """
-        return self._submit(self.engine.make_request(prompt_ids, params, priority=priority, request_id=request_id))
+        request = self.engine.make_request(prompt_ids, params, priority=priority, request_id=request_id)
+        return self._submit(request, None if accept is None else _Trial(request, accept))
 
     def pin(self, prompt_ids: Sequence[int], ttl_s: float) -> PinnedPrefix:
         """Compute a prefix and keep it in the cache for `ttl_s` seconds. Waits until it is computed.
@@ -126,7 +153,7 @@ class EngineLoop:
     ) -> None:
         self.close()
 
-    def _submit(self, request: Request) -> Handle:
+    def _submit(self, request: Request, trial: _Trial | None = None) -> Handle:
         if os.getpid() != self._pid:  # threads do not survive a fork: nobody would ever answer
             raise RuntimeError("the engine stayed in the process that was forked: load the model in this one")
         handle = Handle(request.request_id, lambda: self._cancel(request.request_id))
@@ -136,7 +163,7 @@ class EngineLoop:
             if request.request_id in self._handles:
                 raise ValueError(f"request_id {request.request_id!r} is in use by another request")
             self._handles[request.request_id] = handle
-            self._post(lambda: self._add(request, handle))
+            self._post(lambda: self._add(request, handle, trial))
         return handle
 
     def _cancel(self, request_id: str) -> None:
@@ -187,8 +214,10 @@ class EngineLoop:
         with self._wake:
             return self._inbox.popleft() if self._inbox else None
 
-    def _add(self, request: Request, handle: Handle) -> None:
+    def _add(self, request: Request, handle: Handle, trial: _Trial | None) -> None:
         self._started[request.request_id] = handle
+        if trial is not None:
+            self._trials[request.request_id] = trial
         try:
             self.engine.add(request)
         except ValueError as error:
@@ -200,7 +229,7 @@ class EngineLoop:
 
     def _deliver(self, *deltas: Delta | None) -> None:
         self._stats = self.engine.stats()  # first, so that a client that sees a reply's end sees it here too
-        for delta in deltas:
+        for delta in map(self._tried, deltas):
             if delta is None:
                 continue
             handle = self._started[delta.request_id]
@@ -209,6 +238,41 @@ class EngineLoop:
                 with self._wake:
                     del self._handles[delta.request_id]
             handle.push(delta)
+
+    def _tried(self, delta: Delta | None) -> Delta | None:
+        """What a client is to see of a delta: all of it, unless its request has an `accept`."""
+        trial = None if delta is None else self._trials.get(delta.request_id)
+        if trial is None or delta is None:
+            return delta
+        trial.deltas.append(delta)
+        if delta.finish_reason is None:
+            return None
+        del self._trials[delta.request_id]
+        whole = merge(trial.deltas)
+        try:
+            problem = trial.accept(whole) if delta.finish_reason == "stop" else ""
+            if not problem:
+                return whole
+            if trial.number < _MOST_TRIES:
+                self._try_again(trial)
+                return None
+            error = f"no reply was valid of {_MOST_TRIES} that were tried; of the last one, {problem}"
+        except Exception as fault:
+            logger.exception("request %s failed", delta.request_id)
+            error = f"{type(fault).__name__}: {fault}"
+        return replace(whole, text="", token_ids=(), logprobs=None, finish_reason="error", error=error)
+
+    def _try_again(self, trial: _Trial) -> None:
+        old = trial.request
+        drawn = replace(
+            old.params,
+            seed=(old.seed + 1) % 2**64,
+            temperature=max(old.params.temperature, _LEAST_TEMPERATURE),
+        )
+        new = self.engine.make_request(old.prompt_ids, drawn, priority=old.priority, request_id=old.request_id)
+        new.arrived_at = old.arrived_at
+        self._trials[new.request_id] = _Trial(new, trial.accept, trial.number + 1)
+        self.engine.add(new)
 
     def _end(self, error: BaseException | None) -> None:
         """Give every open handle its last delta; from here on submitting is refused."""

@@ -1,18 +1,18 @@
-"""The server: an OpenAI-compatible API and the web workspace around one model.
+"""The server: an API in the protocols of OpenAI and Anthropic, and the web workspace, around one model.
 
 `create_app` puts the parts together; `run` serves them until it is told to stop. From the outside in, a request passes
-`access` (id, log line, metrics), `limits` (who may ask, how much), `validation` and `openai_types` (what may be
-asked), then `chat` or `completions`, which hand it to the engine through `generation` and answer whole or through
-`sse`.
+`access` (id, log line, metrics), `limits` and `keys` (who may ask, how much), `validation` and the types of its
+protocol (what may be asked), then the protocol's endpoint, which has a chat answered through `running` and
+`generation`, and answers whole or through `sse`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
+from openk3.agents.mcp_client import McpServers
 from openk3.embedder import load_embedder
-from openk3.serve import chat, completions, embeddings, errors, status
+from openk3.serve import chat, completions, embeddings, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
 from openk3.serve.batches import routes as batches
@@ -36,15 +37,16 @@ from openk3.serve.keys.store import KeyStore
 from openk3.serve.limits import BodyLimit, HostCheck, is_loopback
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logs import LogFormat, set_up_logging
+from openk3.serve.mcp_endpoint import McpEndpoint
 from openk3.serve.metrics import Metrics
 from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
-from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.server import close_state, default_state_folder, open_database, open_state
 from openk3.weights.embedders import DEFAULT_EMBEDDER
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
+    from openk3.agents.tools.tool import Tool
     from openk3.engine.config import EngineConfig
     from openk3.llm import LLM
 
@@ -62,7 +64,6 @@ def create_app(
     model_name: str,
     web: bool = True,
     store_path: Path | None = None,
-    responses_path: Path | None = None,
     state_folder: Path | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -70,6 +71,8 @@ def create_app(
     max_queue: int = MAX_QUEUE,
     open_web: bool = True,
     always_keys: bool = False,
+    mcp_tools: Mapping[str, Mapping[str, Tool]] | None = None,
+    mcp_endpoint: bool = False,
     owns_model: bool = True,
 ) -> FastAPI:
     """Return the application. Once it is started the model loads in the background; then it is ``app.state.llm``.
@@ -79,8 +82,7 @@ def create_app(
         model_name: the model id in the API.
         web: serve the web workspace at ``/`` too.
         store_path: SQLite file of the web workspace's conversations; None: in the cache directory.
-        responses_path: SQLite file of stored responses; None: in the cache directory.
-        state_folder: where files, keys, usage, batches and caches are kept; None: in the cache directory.
+        state_folder: where files, keys, usage, responses, batches and caches are kept; None: in the cache directory.
         max_body_bytes: a request body of more bytes is refused with 413.
         max_file_bytes: the same for an uploaded file, with its form.
         allowed_hosts: host names, besides the loopback, that requests may be addressed to and web pages may come from;
@@ -88,6 +90,8 @@ def create_app(
         max_queue: how many choices may wait for the engine; beyond that requests are refused with 503.
         open_web: the web workspace asks for no key.
         always_keys: the API asks for a key even where none was ever made.
+        mcp_tools: tools of MCP servers that requests may switch on, by the servers' names.
+        mcp_endpoint: offer built-in tools to MCP clients at ``/mcp``.
         owns_model: close the model at shutdown. False for a model that others use as well.
     """
     metrics = Metrics()
@@ -99,10 +103,10 @@ def create_app(
         app.state.batch_runner = BatchRunner(app, app.state, folder, model_name)
         slot.start()
         app.state.batch_runner.start()
-        yield
+        async with offered.running() if offered else nullcontext():
+            yield
         await app.state.batch_runner.close()
         slot.close()
-        app.state.responses.close()
         close_state(app.state)
 
     # No generated documentation pages: they load scripts from foreign servers.
@@ -110,38 +114,36 @@ def create_app(
     slot = ModelSlot(app.state, model_name, loader, owns_model=owns_model)
     app.state.slot = slot
     app.state.metrics = metrics
-    app.state.responses = ResponseStore(responses_path or cache_root() / "responses.sqlite3")
     app.state.queue = RequestQueue(max_queue)
     app.state.embeddings = embeddings.Embeddings(DEFAULT_EMBEDDER, partial(load_embedder, progress=False))
+    app.state.mcp_tools = mcp_tools or {}
     metrics.watch(lambda: slot.llm, app.state.queue)
 
     errors.install(app)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     parts = (
-        chat.router,
-        completions.router,
-        messages.router,
-        responses.router,
-        files.router,
-        batches.router,
-        embeddings.router,
-        usage.router,
-        status.router,
+        *(chat.router, completions.router, responses.router, messages.router, tokens.router),
+        *(files.router, batches.router, embeddings.router, usage.router, status.router, openapi.router),
     )
+    offered = McpEndpoint() if mcp_endpoint else None
+    if offered:
+        app.router.routes.append(offered.route)
     routes = [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
-    app.state.api_paths = list(dict.fromkeys(route.path_format for route in routes))
+    app.state.openapi = cache(lambda: openapi.document("OpenK3", __version__, routes))
+    app.state.api_routes = routes
     for router in (*parts, status.fallback_router(routes)):
         app.include_router(router)
     if web:
         from openk3.serve.web import mount
 
-        mount(app, lambda: slot.llm, store_path or default_store_path(), load_error=lambda: slot.reason or None)
+        path = store_path or default_store_path()
+        mount(app, lambda: slot.llm, path, load_error=lambda: slot.reason or None)
 
     # Added last, run first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, others={"/v1/files": max_file_bytes})
     app.add_middleware(KeyCheck, state=app.state, open_web=open_web, always=always_keys)
     app.add_middleware(HostCheck, allowed_hosts=tuple(allowed_hosts))
-    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(app.state.api_paths))
+    app.add_middleware(Access, metrics=metrics, endpoints=frozenset(route.path_format for route in routes))
     return app
 
 
@@ -163,6 +165,8 @@ def run(
     engine: EngineConfig | None = None,
     max_queue: int = MAX_QUEUE,
     log_format: LogFormat = "auto",
+    mcp_config: Path | None = None,
+    mcp_endpoint: bool = False,
     grace_s: float = 30.0,
 ) -> None:
     """Serve `model` until Ctrl-C or SIGTERM, then take no new requests and let running ones finish for `grace_s`.
@@ -178,6 +182,7 @@ def run(
         num_threads: CPU threads; None: as many as the machine has cores.
         engine: the engine's settings; None: the defaults.
         log_format: of the log on stderr; ``auto``: plain lines on a terminal, else JSON lines.
+        mcp_config: a file of MCP servers, started with this one, whose tools requests may switch on.
         grace_s: how long running replies may take after the signal, in seconds.
 
     The rest is as for `create_app`. Raises SystemExit if the port is taken, and ValueError if `host` needs a key.
@@ -200,6 +205,7 @@ def run(
 
         return load(model, num_threads=num_threads, engine=engine)
 
+    servers = McpServers(mcp_config) if mcp_config else None
     app = create_app(
         loader,
         model_name=model_name or default_model_name(model),
@@ -210,6 +216,8 @@ def run(
         max_queue=max_queue,
         open_web=not exposed and not hosts,
         always_keys=exposed,
+        mcp_tools=servers.by_server if servers else None,
+        mcp_endpoint=mcp_endpoint,
     )
     # The access line is ours (access.py): uvicorn's would hold query strings. A server must outwait its clients'
     # pools of idle connections, or they find them closed just as they send: those keep a connection for 5 to 15
@@ -224,7 +232,7 @@ def run(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=math.ceil(grace_s),
     )
-    with suppress(KeyboardInterrupt):  # raised again by uvicorn when it has shut down
+    with servers or nullcontext(), suppress(KeyboardInterrupt):  # raised again by uvicorn when it has shut down
         uvicorn.Server(config).run()
 
 

@@ -12,8 +12,9 @@ from fastapi.responses import JSONResponse, Response
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import chat_logprobs
 from openk3.serve.openai_types import ChatRequest
+from openk3.serve.openapi import body_of
 from openk3.serve.reply import ReplyHead
-from openk3.serve.running import RunningChat, start_chat
+from openk3.serve.running import RunningChat, ServerCallDelta, start_chat
 from openk3.serve.sse import EventStream, while_connected
 from openk3.serve.validation import parse_body
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
@@ -45,13 +46,13 @@ async def chat_completions(request: Request) -> Response:
             [
                 {
                     "index": i,
-                    "message": reply.message() | {"refusal": None, "annotations": []},
+                    "message": reply.message() | {"refusal": None, "annotations": []} | _ran(chat),
                     "logprobs": _logprobs(chat.generation.tokenizer, choice.logprobs) if body.logprobs else None,
                     "finish_reason": chat.finish_reason(i),
                 }
                 for i, (reply, choice) in enumerate(zip(replies, chat.generation.choices, strict=True))
             ],
-            chat.generation.usage(),
+            chat.usage(),
         )
     )
 
@@ -69,6 +70,8 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
     async for index, said, delta in chat.deltas():
         logprobs = _logprobs(chat.generation.tokenizer, delta.logprobs or ()) if body.logprobs else None
+        if isinstance(said, ServerCallDelta):
+            yield chunk(index, {"server_tool_calls": [said.ran]})
         if said.reasoning:
             yield chunk(index, {"reasoning_content": said.reasoning})
         if said.content or delta.logprobs:
@@ -79,7 +82,11 @@ async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> Asyn
         if delta.finish_reason is not None:
             yield chunk(index, {}, None, chat.finish_reason(index))
     if body.include_usage:
-        yield head.usage_chunk("chat.completion.chunk", chat.generation.usage())
+        yield head.usage_chunk("chat.completion.chunk", chat.usage())
+
+
+def _ran(chat: RunningChat) -> dict[str, Any]:
+    return {"server_tool_calls": chat.server_tool_calls} if chat.server_tool_calls else {}
 
 
 def _call_pieces(call: CallDelta) -> Iterator[dict[str, Any]]:

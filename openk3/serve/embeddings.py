@@ -14,10 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from openk3.embedder import Embedder
+from openk3.serve.bodies import wrong
 from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.keys.ledger import Usage
-from openk3.serve.openai_types import wrong
+from openk3.serve.openapi import body_of
 from openk3.serve.sse import while_connected
 from openk3.serve.validation import parse_body
 
@@ -43,10 +44,10 @@ class EmbeddingsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
     model: str
-    input: Annotated[list[str], PlainValidator(_input)]
+    input: Annotated[list[str], PlainValidator(_input, json_schema_input_type=str | list[str])]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)
-    user: Any = None
+    user: Any = None  # has no bearing here
 
 
 class Embeddings:
@@ -90,7 +91,7 @@ class Embeddings:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
 async def embeddings(request: Request) -> Response:
     service: Embeddings = request.app.state.embeddings
     body = await parse_body(request, EmbeddingsRequest)

@@ -16,8 +16,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 
 # What Anthropic calls a status. Its servers are never unavailable, only overloaded, which is a status of its own.
@@ -42,6 +44,7 @@ class ApiError(Exception):
         code: a stable word for programs (``context_length_exceeded``), or None.
         type: ``invalid_request_error`` for the client's mistakes, ``server_error`` for ours.
         headers: more response headers, such as ``Retry-After``.
+        details: what clients of Anthropic's read to get along without what they asked for; None for most errors.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -61,14 +65,17 @@ class ApiError(Exception):
         self.code = code
         self.type = "invalid_request_error" if status < 500 else "server_error"
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self, scope: Scope) -> dict[str, Any]:
         """Return the JSON object of the response to the request with that ASGI scope."""
         if not is_anthropic(scope):
             return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         kind = _ANTHROPIC_TYPES.get(self._status(scope), "api_error" if self.status >= 500 else "invalid_request_error")
-        request_id = scope.get("state", {}).get("request_id")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
 
     def response(self, scope: Scope) -> Response:
         return JSONResponse(self.body(scope), self._status(scope), headers=self.headers)
@@ -109,7 +116,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             return unknown_route(request).response(request.scope)
         if error.status_code == 405:
-            return wrong_method(request, (error.headers or {}).get("allow", "")).response(request.scope)
+            return wrong_method(request).response(request.scope)
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response(request.scope)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
@@ -126,7 +133,7 @@ def install(app: FastAPI) -> None:
 
 
 def unknown_route(request: Request) -> ApiError:
-    paths = ", ".join(request.app.state.api_paths)
+    paths = ", ".join(dict.fromkeys(route.path_format for route in request.app.state.api_routes))
     return ApiError(
         404,
         f"Unknown request URL: {request.method} {shown(request.url.path)}. This server has {paths}.",
@@ -134,14 +141,24 @@ def unknown_route(request: Request) -> ApiError:
     )
 
 
-def wrong_method(request: Request, allowed: str) -> ApiError:
-    """405 for a known path; `allowed` is the value of the Allow header."""
+def wrong_method(request: Request) -> ApiError:
+    """405 for a known path."""
+    allowed = ", ".join(allowed_methods(request))
     return ApiError(
         405,
         f"{request.method} is not allowed for {shown(request.url.path)}; use {allowed or 'another method'}.",
         code="method_not_allowed",
         headers={"Allow": allowed} if allowed else None,
     )
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """What the API's routes allow for a path; nothing for an unknown one."""
+    routes: list[APIRoute] = request.app.state.api_routes
+    known = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    # A path of its own comes before one that is an example of another's: input_tokens is the id of no response.
+    own = [route for route in known if route.path_format == request.url.path]
+    return sorted(set().union(*(route.methods or () for route in own or known)))
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -143,15 +143,22 @@ class Generation:
                 self._begun = False
                 self._costs.end(self._model, self._used())
 
-    def usage(self) -> dict[str, Any]:
-        """Return the API's usage object. A prompt counts once, however many choices it has."""
+    def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
+        """Return the API's usage object. A prompt counts once, however many choices it has.
+
+        Args:
+            reasoning_tokens: how many of a chat's tokens were reasoning, as its parsers count them.
+        """
         used = self._used()
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": used.prompt_tokens,
             "completion_tokens": used.completion_tokens,
             "total_tokens": used.prompt_tokens + used.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
         }
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
     def _used(self) -> Usage:
         return Usage(
@@ -167,8 +174,9 @@ class Generation:
         try:
             params = SamplingParams(**self._sampling, seed=seed)
             if self._turn is not None:
-                params = self._turn.sampling(params)
-            handle = self._llm.loop.submit(self.prompts[prompt], params, priority=self._priority)
+                handle = self._turn.submit(self._llm.loop, params, priority=self._priority)
+            else:
+                handle = self._llm.loop.submit(self.prompts[prompt], params, priority=self._priority)
         except ValueError as error:  # what only the engine can tell, such as a bias for a token beyond the vocabulary
             field = re.match(r"\w+", str(error))
             param = field.group() if field and field.group() in SamplingBody.model_fields else None

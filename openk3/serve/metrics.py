@@ -52,6 +52,15 @@ class Metrics:
         """Add the engine's statistics, from whatever `model` returns at the time of a scrape, and the queue's."""
         self._registry.register(_EngineCollector(model, queue))
 
+    def requests_by_endpoint(self) -> list[tuple[str, str, int]]:
+        """Endpoint, status and count of the HTTP requests that were answered."""
+        samples = [sample for metric in self.requests.collect() for sample in metric.samples]
+        return sorted(
+            (sample.labels["endpoint"], sample.labels["status"], int(sample.value))
+            for sample in samples
+            if sample.name.endswith("_total")
+        )
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 

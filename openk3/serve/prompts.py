@@ -18,8 +18,9 @@ from openk3.serve.errors import ApiError
 if TYPE_CHECKING:
     from openk3.chat.tokenizer import Tokenizer
     from openk3.chat.turn import Turn
+    from openk3.engine.grammar.spec import Grammar
     from openk3.llm import LLM
-    from openk3.serve.openai_types import ChatRequest, ResponseFormat
+    from openk3.serve.openai_types import ChatRequest
 
 
 async def chat_turn(llm: LLM, body: ChatRequest) -> Turn:
@@ -42,37 +43,53 @@ async def text_prompts(llm: LLM, prompts: Sequence[str | list[int]]) -> list[lis
     return await asyncio.to_thread(lambda: [_read_text(llm, *pair) for pair in zip(prompts, names, strict=True)])
 
 
+async def text_ids(llm: LLM, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a text, which may be empty.
+
+    Raises:
+        ApiError: 400, it is far too long for the context.
+    """
+
+    def read() -> list[int]:
+        _refuse_unread(llm, len(text), param)
+        return llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    return await asyncio.to_thread(read)
+
+
 def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
     from openk3.chat.turn import prepare_turn
 
     _refuse_unread(llm, _characters([*body.messages, *(body.tools or ())]), "messages")
     try:
         turn = prepare_turn(
-            llm.tokenizer, body.messages, body.tools, body.tool_choice or "auto", body.parallel_tool_calls is not False
+            llm.tokenizer,
+            body.messages,
+            body.tools,
+            body.tool_choice or "auto",
+            body.parallel_tool_calls is not False,
+            reasoning_effort=body.effort,
+            grammar=_form(body),
         )
+        _checked(llm, turn.prompt_ids, "messages")
+        turn.check(llm.loop.engine)
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
-        if not re.match(r"(messages|tools|tool_choice)\b", path):
+        if path == "grammar":
+            path = "response_format"
+            if body.response_format is not None and body.response_format.type == "json_schema":
+                path = "response_format.json_schema.schema"
+        elif not re.match(r"(messages|tools|tool_choice|reasoning_effort)\b", path):
             path, reason = "messages", str(error)
         raise ApiError(400, f"Invalid '{path}': {reason}.", param=path, code="invalid_value") from None
-    _checked(llm, turn.prompt_ids, "messages")
-    if body.response_format is not None:
-        _compile(llm, body.response_format)
     return turn
 
 
-def _compile(llm: LLM, form: ResponseFormat) -> None:
-    """Compile a response_format, which may take a while.
-
-    Raises:
-        ApiError: 400, it cannot be kept.
-    """
+def _form(body: ChatRequest) -> Grammar | None:
     try:
-        if (grammar := form.grammar()) is not None:
-            llm.loop.engine.check_grammar(grammar)
+        return None if body.response_format is None else body.response_format.grammar()
     except ValueError as error:
-        param = "response_format.json_schema.schema" if form.type == "json_schema" else "response_format"
-        raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="invalid_value") from None
+        raise ValueError(f"grammar: {error}") from None
 
 
 def _read_text(llm: LLM, prompt: str | list[int], param: str) -> list[int]:

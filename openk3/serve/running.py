@@ -6,11 +6,13 @@ starts it here, and tells in its own words what the replies say.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
+from openk3.chat.parser import ReplyDelta
 from openk3.chat.reply import Reply
 from openk3.serve.generation import Generation
 from openk3.serve.loading import ModelSlot
@@ -18,9 +20,15 @@ from openk3.serve.openai_types import ChatRequest
 from openk3.serve.prompts import chat_turn
 
 if TYPE_CHECKING:
-    from openk3.chat.parser import ReplyDelta
     from openk3.chat.turn import Turn
     from openk3.engine.request import Delta
+
+
+@dataclass(frozen=True)
+class ServerCallDelta(ReplyDelta):
+    """A call that the server has run, as an entry of ``server_tool_calls``."""
+
+    ran: Mapping[str, Any] | None = None
 
 
 class RunningChat:
@@ -29,6 +37,7 @@ class RunningChat:
     def __init__(self, turn: Turn, generation: Generation, body: ChatRequest) -> None:
         self.generation = generation
         self.parsers = [turn.parser(body.stop) for _ in generation.choices]
+        self.server_tool_calls: list[dict[str, Any]] = []  # what the server has run, where it runs tools
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ReplyDelta, Delta], None]:
         """Yield (choice, what it says, the engine's delta) as they come, until every choice has finished.
@@ -53,7 +62,7 @@ class RunningChat:
 
     def usage(self) -> dict[str, Any]:
         """The usage object of chat completions."""
-        return self.generation.usage() | {"completion_tokens_details": {"reasoning_tokens": 0}}
+        return self.generation.usage(sum(parser.reasoning_tokens for parser in self.parsers))
 
     def cancel(self) -> None:
         """Stop whatever still runs. Idempotent; to be called in every case."""
@@ -69,6 +78,10 @@ async def start_chat(request: Request, body: ChatRequest, arrived_at: float) -> 
     Raises:
         ApiError: the model is not there, or the chat or a parameter is refused.
     """
+    if any(tool["type"] != "function" for tool in body.tools or ()):
+        from openk3.serve.tool_rounds import start_tool_chat
+
+        return await start_tool_chat(request, body, arrived_at)
     slot: ModelSlot = request.app.state.slot
     llm = slot.require(body.model)
     turn = await chat_turn(llm, body)

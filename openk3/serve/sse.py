@@ -108,6 +108,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+async def drained(events: AsyncGenerator[dict[str, Any], None]) -> None:
+    """Have all events made, for what making them leaves behind."""
+    async for _ in events:
+        pass
+
+
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

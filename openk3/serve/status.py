@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Match
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 
-from openk3.serve.errors import is_anthropic, unknown_route, wrong_method
+from openk3.serve.errors import allowed_methods, is_anthropic, unknown_route, wrong_method
 from openk3.serve.loading import ModelSlot
 from openk3.serve.metrics import Metrics
 
@@ -34,7 +34,8 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
     return _anthropic_card(slot) if is_anthropic(request.scope) else _card(slot)
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health", responses={503: {"description": "Not ready (yet)."}})
 async def health(request: Request) -> Response:
     """200 when requests can be served; 503 with the status before, and with the reason if they never will be."""
     slot: ModelSlot = request.app.state.slot
@@ -47,25 +48,21 @@ async def health(request: Request) -> Response:
     return JSONResponse(body, 200 if slot.status == "ready" else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def prometheus_metrics(request: Request) -> Response:
     metrics: Metrics = request.app.state.metrics
     return Response(metrics.exposition(), media_type=metrics.content_type)
 
 
-def fallback_router(routes: Sequence[BaseRoute]) -> APIRouter:
+def fallback_router(routes: Sequence[APIRoute]) -> APIRouter:
     """Answers what the API's `routes` do not, under the API's paths: before a web page mounted at ``/`` can."""
     router = APIRouter()
 
     async def fallback(request: Request) -> Response:
-        allowed: set[str] = set()
-        for route in routes:
-            match, _ = route.matches(request.scope)
-            if match is Match.PARTIAL:
-                allowed |= getattr(route, "methods", None) or set()
-        raise wrong_method(request, ", ".join(sorted(allowed))) if allowed else unknown_route(request)
+        raise wrong_method(request) if allowed_methods(request) else unknown_route(request)
 
-    for path in ("/v1/{rest:path}", "/health", "/metrics"):
+    paths = {route.path for route in routes if not route.path.startswith("/v1/")}
+    for path in ("/v1/{rest:path}", *sorted(paths)):
         router.add_api_route(path, fallback, methods=_METHODS)
     return router
 

@@ -150,7 +150,7 @@ def _path(location: tuple[int | str, ...]) -> str | None:
 
 
 def _discriminator(context: dict[str, Any]) -> str:
-    """The field that tells the members of a union apart (`openai_types.by`)."""
+    """The field that tells the members of a union apart (`bodies.by`)."""
     return str(context["discriminator"]).removesuffix("()")
 
 

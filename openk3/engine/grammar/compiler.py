@@ -13,12 +13,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from openk3.engine.grammar.matcher import Compiled, Matcher, essence
+from openk3.engine.grammar.reply import ReplyForm
 from openk3.engine.grammar.schema import check_schema
 from openk3.engine.grammar.spec import Grammar
-from openk3.engine.grammar.tools import ToolCalls
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -38,6 +39,9 @@ _ONE_LINE_JSON = {"item_separator": ", ", "key_separator": ": ", "whitespace_fle
 # At one place of a text: as many as a schema may have values. A step then takes some 10 ms at most.
 _MOST_ALTERNATIVES = 20_000
 
+# Of the lexer for one byte. 128 tools, any of which may be called at some places, take 300,000.
+_LEXER_WORK = 500_000
+
 # llguidance goes into rules that refer to others by recursion. With the stack that a thread usually has, some thousand
 # of them end the process.
 _STACK_BYTES = 256 * 1024**2
@@ -47,6 +51,7 @@ _stack_lock = threading.Lock()
 _KEYWORDS = {
     "Unknown format": "format",
     "oneOf constraints": "oneOf",
+    "patternProperty regexes": "patternProperties",
     "regex parse error": "pattern",
     "Pointer '": "$ref",
     "Resource '": "$ref",
@@ -71,6 +76,7 @@ class GrammarCompiler:
         # Guarded by the lock:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._unkept: OrderedDict[Grammar, str] = OrderedDict()  # of those that had to be made lenient, why
 
     def compile(self, grammar: Grammar) -> Compiled:
         """`grammar`, compiled now or remembered. The first of all reads the vocabulary, which takes about a second.
@@ -93,6 +99,35 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return compiled
 
+    def keepable(self, grammar: Grammar) -> tuple[Grammar, str]:
+        """`grammar`, compiled; if need be without the keywords of JSON Schemas that cannot be kept.
+
+        Returns:
+            The grammar that can be used, and what it leaves out; that is empty where it is `grammar` itself.
+
+        Raises:
+            ValueError: as `compile`, where leaving out keywords does not help.
+        """
+        lenient = replace(grammar, lenient=True)
+        with self._lock:
+            unkept = self._unkept.get(grammar)
+        try:
+            if unkept is None:
+                self.compile(grammar)
+                return grammar, ""
+            self.compile(lenient)
+        except ValueError as error:
+            try:
+                self.compile(lenient)
+            except ValueError:
+                raise error from None
+            unkept = str(error)
+            with self._lock:
+                self._unkept[grammar] = unkept
+                if len(self._unkept) > _REMEMBERED:
+                    self._unkept.popitem(last=False)
+        return lenient, unkept
+
     def matcher(self, grammar: Grammar, *, ignore_eos: bool = False) -> Matcher:
         """A matcher at the beginning of a reply.
 
@@ -109,28 +144,36 @@ class GrammarCompiler:
 
         source = _source(grammar, self._tokenizer, vocabulary)
         limits = LLParserLimits(
-            max_items_in_row=_MOST_ALTERNATIVES, step_max_items=10 * _MOST_ALTERNATIVES, verbose_errors=False
+            max_items_in_row=_MOST_ALTERNATIVES,
+            step_max_items=10 * _MOST_ALTERNATIVES,
+            step_lexer_fuel=_LEXER_WORK,
+            verbose_errors=False,
         )
         start = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         start.compute_bitmask()  # what it learns of its lexer here, every copy knows
         known = tuple(i for i in self._tokenizer.eos_token_ids if i < self._vocab_size)
         compiled = Compiled(vocabulary, start, known, self._vocab_size)
-        if problem := _problem(compiled, warnings=grammar.kind in ("json_schema", "tool_calls")):
-            if grammar.kind == "tool_calls":
-                self._blame_tool(grammar, vocabulary)
+        strict = not grammar.lenient and grammar.kind in ("json_schema", "reply")
+        if problem := _problem(compiled, warnings=strict):
+            if grammar.kind == "reply":
+                self._blame_part(grammar, vocabulary)
             raise ValueError(_refusal(grammar, problem))
         if Matcher(compiled, ignore_eos=True).allowed_V[list(known)].any():
             raise ValueError(f"the grammar ({grammar.kind}) allows nothing but an empty reply: ask for some text")
         return compiled
 
-    def _blame_tool(self, grammar: Grammar, vocabulary: LLTokenizer) -> None:
+    def _blame_part(self, grammar: Grammar, vocabulary: LLTokenizer) -> None:
         """
         Raises:
-            ValueError: the arguments of a tool cannot be kept by themselves; the message names the first.
+            ValueError: the answer, or the arguments of a tool, cannot be kept by themselves; the message names the
+                first.
         """
-        for name, schema in ToolCalls.from_source(grammar.source).tools.items():
+        form = ReplyForm.from_source(grammar.source)
+        if form.answer is not None:
+            self._make(replace(form.answer, lenient=grammar.lenient), vocabulary)
+        for name in form.calls.tools if form.calls is not None else ():
             try:
-                self._make(Grammar.json_schema(schema), vocabulary)
+                self._make(Grammar("json_schema", _arguments(form, name), grammar.lenient), vocabulary)
             except ValueError as error:
                 raise ValueError(f"the tool {name!r} cannot be called: {error}") from None
 
@@ -158,38 +201,49 @@ def _source(grammar: Grammar, tokenizer: TokenizerLike, vocabulary: LLTokenizer)
     Raises:
         ValueError: a JSON schema that is refused.
     """
+    if grammar.kind != "reply":
+        return json.dumps({"grammars": [_by_itself(grammar)]})
+    form = ReplyForm.from_source(grammar.source)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if vocabulary.is_special_token(i)}
+    parts = [{"lark_grammar": form.to_lark(special)}]
+    if form.answer is not None:
+        parts.append({"name": "answer", **_by_itself(replace(form.answer, lenient=grammar.lenient))})
+    for i, name in enumerate(form.calls.tools if form.calls is not None else ()):
+        try:
+            schema = check_schema(_arguments(form, name), grammar.lenient)
+        except ValueError as error:
+            raise ValueError(f"the tool {name!r} cannot be called: {error}") from None
+        parts.append({"name": f"arguments_{i}", **_json_grammar(schema, _ONE_LINE_JSON, grammar.lenient)})
+        if form.is_plain:
+            parts.append({"name": f"plain_{i}", **_json_grammar(schema, _LOOSE_JSON, grammar.lenient)})
+    return json.dumps({"grammars": parts})
+
+
+def _by_itself(grammar: Grammar) -> dict[str, Any]:
+    """A grammar of any kind but "reply" as an entry of llguidance's list."""
     from llguidance import LLMatcher
 
     if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.source)
+        (entry,) = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"]
+        return {"lark_grammar": entry["lark_grammar"]}
     if grammar.kind == "choice":
         # A terminal, as the parser bounds the alternatives of a rule.
-        return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, grammar.texts)))
+        return {"lark_grammar": "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, grammar.texts))}
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.source)
-    if grammar.kind == "json_schema":
-        return _grammars(_json_grammar(check_schema(grammar.source), _LOOSE_JSON))
+        return {"lark_grammar": grammar.source}
     if grammar.kind == "json_object":
-        return _grammars(_json_grammar({"type": "object"}, _LOOSE_JSON))
-    calls = ToolCalls.from_source(grammar.source)
-    arguments = []
-    for i, name in enumerate(calls.tools):
-        try:
-            schema = check_schema(json.dumps(calls.arguments_schema(name)))
-        except ValueError as error:
-            raise ValueError(f"the tool {name!r} cannot be called: {error}") from None
-        arguments.append({"name": f"arguments_{i}", **_json_grammar(schema, _ONE_LINE_JSON)})
-    added = tokenizer.backend.get_added_tokens_decoder()
-    special = {token.content: i for i, token in added.items() if vocabulary.is_special_token(i)}
-    return _grammars({"lark_grammar": calls.to_lark(special)}, *arguments)
+        return _json_grammar({"type": "object"}, _LOOSE_JSON, grammar.lenient)
+    return _json_grammar(check_schema(grammar.source, grammar.lenient), _LOOSE_JSON, grammar.lenient)
 
 
-def _json_grammar(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    return {"json_schema": {**schema, "x-guidance": options}}
+def _json_grammar(schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> dict[str, Any]:
+    return {"json_schema": {**schema, "x-guidance": {**options, "lenient": lenient}}}
 
 
-def _grammars(*grammars: dict[str, Any]) -> str:
-    return json.dumps({"grammars": grammars})
+def _arguments(form: ReplyForm, name: str) -> str:
+    assert form.calls is not None
+    return json.dumps(form.calls.arguments_schema(name))
 
 
 def _refusal(grammar: Grammar, problem: str) -> str:

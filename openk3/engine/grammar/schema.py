@@ -7,7 +7,7 @@ are schemas that are malformed, whose mistyped keywords it would take for annota
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,10 @@ _SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
 )
+_ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly"}
 
+# Which may be written as 2.0, and that the compiler does not read.
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 
 # What llguidance takes grows with the square of some of these.
 _MOST_SUBSCHEMAS = 2_000
@@ -27,8 +30,8 @@ _MOST_VALUES = 20_000  # numbers, texts, arrays, objects, and so on, in the whol
 _TOO_DEEP = "the JSON schema is nested too deeply: flatten it, or use $ref and $defs"
 
 
-def check_schema(source: str) -> dict[str, Any]:
-    """The JSON Schema that `source` is.
+def check_schema(source: str, lenient: bool = False) -> dict[str, Any]:
+    """The JSON Schema that `source` is. `lenient`: the compiler leaves out what it does not keep, and so does this.
 
     Raises:
         ValueError: it is not JSON, not a schema, too large, or asks for what the grammar would not keep; the message
@@ -55,8 +58,18 @@ def check_schema(source: str) -> dict[str, Any]:
     if problem is not None:
         raise ValueError(f"the JSON schema is malformed at {problem.json_path}: {_cut(problem.message)}")
     for part in _subschemas(schema):
-        _check_part(part)
+        _check_part(part, lenient)
+        part |= {key: int(part[key]) for key in _COUNTS & part.keys() if isinstance(part[key], float)}
     return schema
+
+
+def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema without what only people and models read, which is the larger part of many."""
+    copied: dict[str, Any] = json.loads(json.dumps(schema))
+    for part in _subschemas(copied):
+        for keyword in _ANNOTATIONS & part.keys():
+            del part[keyword]
+    return copied
 
 
 def _checker_for(schema: dict[str, Any]) -> Any:
@@ -100,13 +113,15 @@ def _patterns(schema: dict[str, Any]) -> dict[str, Any]:
     return patterns if isinstance(patterns, dict) else {}
 
 
-def _check_part(schema: dict[str, Any]) -> None:
+def _check_part(schema: dict[str, Any], lenient: bool) -> None:
     if "x-guidance" in schema:  # would let a schema switch off its own enforcement
         raise ValueError("the JSON schema has the keyword x-guidance, which is not supported: remove it")
     # The grammar counts the members of an object and not their names, and lets the names that no property lists repeat.
     required = schema.get("required")
     least, named = schema.get("minProperties", 0), len(required) if isinstance(required, list) else 0
-    if least > named + 1:
+    if least > named + 1 and lenient:
+        schema["minProperties"] = named + 1
+    elif least > named + 1:
         raise ValueError(
             f"the JSON schema has the keyword minProperties with the value {least}, which is supported up to one more "
             f"than the number of required properties ({named}): lower it, or name the properties in required"

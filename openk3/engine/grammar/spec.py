@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "tool_calls"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "reply"]
 
 MAX_SOURCE = 200_000
 
@@ -20,9 +20,11 @@ class Grammar:
         kind: "json_schema", a JSON value that is valid under a schema; "json_object", any JSON object; "regex", a text
             that a regular expression (Rust's syntax) matches from its beginning to its end; "choice", one of several
             texts; "lark", a context-free grammar in llguidance's variant of Lark's syntax, with the rule "start";
-            "tool_calls", what `openk3.engine.grammar.tools.ToolCalls` makes.
+            "reply", what `openk3.engine.grammar.reply.ReplyForm` makes, such as text with calls of tools.
         source: the schema as JSON, the expression, the texts as a JSON array, or the grammar; empty for "json_object".
             Properties of JSON objects come in the order in which the schema lists them.
+        lenient: keywords of JSON Schemas that cannot be kept are left out, and not refused; whoever asks for that
+            checks the reply. What is wrong with a schema otherwise is refused all the same.
 
     Raises:
         ValueError: another kind, or a source of another shape. Whether the source means anything is found out where
@@ -31,6 +33,7 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
+    lenient: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):

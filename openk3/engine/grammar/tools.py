@@ -1,22 +1,23 @@
-"""Calls of tools: free text, then calls between marks, each of a tool that there is, with arguments valid for it.
+"""Calls of tools: how a reply writes them down, and what they are kept to.
 
-A call is written as chat templates print those of earlier turns (the form of Hermes and Qwen)::
+A call is written as chat templates print those of earlier turns, for instance (the form of Hermes and Qwen)::
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Everything but the text before it, the choice of the tool and the values is forced, and costs no sampling.
+Everything but the choice of the tool and the values is forced, and costs no sampling.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
 
-from openk3.engine.grammar.spec import Grammar, to_json
+if TYPE_CHECKING:
+    from openk3.engine.grammar.spec import Grammar
 
 # Where one of these is, the properties of an object are not all listed in "properties".
 _MORE_PROPERTIES = {
@@ -24,30 +25,67 @@ _MORE_PROPERTIES = {
     *("patternProperties", "additionalProperties", "unevaluatedProperties"),
 }
 
+# Calls of one reply. More than anybody wants; without a bound a small model may call until its tokens are used up.
+MOST_CALLS = 16
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How calls are written: `mark`, `opening`, calls with `separator` between them, `closing`; and each call as
+    `prefix`, the name, `middle`, the arguments in JSON, `suffix`.
+
+    Attributes:
+        mark: the special token or text that calls begin with, which no text before them holds; may be empty.
+    """
+
+    mark: str = ""
+    opening: str = ""
+    prefix: str = '{"name": "'
+    middle: str = '", "arguments": '
+    suffix: str = "}"
+    separator: str = "\n"
+    closing: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), str):
+                raise ValueError(f"form.{field.name} is {getattr(self, field.name)!r}: it must be text")
+        if not self.middle.strip():
+            raise ValueError(f"form.middle is {self.middle!r}: it must be a text that divides name and arguments")
+
+    def head(self, name: str) -> str:
+        """What stands before the arguments of a call."""
+        written = json.dumps(name, ensure_ascii=False)[1:-1] if self.prefix.endswith('"') else name
+        return self.prefix + written + self.middle
+
+
+# Of Hermes and Qwen, which more models have seen than any other.
+TAGGED_CALLS = CallForm(mark="<tool_call>", prefix='\n{"name": "', suffix="}\n</tool_call>", separator="\n<tool_call>")
+
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """What a reply that may call tools has to look like; `grammar` is what `SamplingParams` takes.
+    """The calls that a reply may hold; `grammar` is what `SamplingParams` takes.
 
     Attributes:
         tools: the names of the tools, and of each the JSON Schema of its arguments, an object. Where that lists
             properties and says nothing of others, others are not written, although they would be valid.
-        begin: what a call begins with. Without the spaces at its end, it cannot occur in the text before; where the
-            vocabulary has a special token for it, that token is meant.
-        end: what a call ends with.
         required: whether the reply is calls alone, one at least. Else it is text, which may be empty, and calls may
             follow.
-        parallel: whether several calls may follow each other, each on a new line. The reply ends after the last.
+        parallel: whether several calls may follow each other, up to 16. The reply ends after the last.
+        form: how they are written.
+        plain: whether there may also be calls without marks, bare or in a fence of Markdown, as small models write
+            them: a reply that begins like one is kept to it from its arguments on.
 
     Raises:
         ValueError: no tools, a name or mark without text, or schemas that are not JSON objects.
     """
 
     tools: Mapping[str, Mapping[str, Any]]
-    begin: str = "<tool_call>\n"
-    end: str = "\n</tool_call>"
     required: bool = False
     parallel: bool = True
+    form: CallForm = TAGGED_CALLS
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tools, Mapping) or not self.tools:
@@ -57,10 +95,10 @@ class ToolCalls:
                 raise ValueError(f"a tool has the name {name!r}: it must be text")
             if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
                 raise ValueError(f"the arguments of the tool {name!r} are no object: give a JSON schema of type object")
-        for field in ("begin", "end"):
-            mark = getattr(self, field)
-            if not isinstance(mark, str) or not mark.strip():
-                raise ValueError(f"{field} is {mark!r}: it must be a text that marks calls, such as '<tool_call>'")
+        if not isinstance(self.form, CallForm):
+            raise ValueError(f"form is a {type(self.form).__name__}: it must be a CallForm")
+        if not self.form.mark and not self.required and not self.plain:
+            raise ValueError("form.mark is empty: calls that may follow text need one")
 
     @property
     def grammar(self) -> Grammar:
@@ -68,19 +106,21 @@ class ToolCalls:
         Raises:
             ValueError: the schemas are too large, or hold what is not JSON.
         """
-        return Grammar("tool_calls", to_json("the tools", vars(self) | {"tools": dict(self.tools)}))
+        from openk3.engine.grammar.reply import ReplyForm
+
+        return ReplyForm(calls=self).grammar
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` makes it of again."""
+        return vars(self) | {"tools": dict(self.tools), "form": asdict(self.form)}
 
     @classmethod
-    def from_source(cls, source: str) -> Self:
-        """What `grammar` was made of.
-
-        Raises:
-            ValueError: the source is of another making.
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """
-        try:
-            return cls(**json.loads(source))
-        except (TypeError, RecursionError) as error:
-            raise ValueError(f"the source of a tool_calls grammar is not of ToolCalls.grammar: {error}") from None
+        Raises:
+            TypeError, ValueError: the value is of another making.
+        """
+        return cls(**{**value, "form": CallForm(**value["form"])})
 
     def arguments_schema(self, name: str) -> dict[str, Any]:
         """What the arguments of a tool are kept to."""
@@ -91,50 +131,3 @@ class ToolCalls:
             if isinstance(required, (list, tuple)) and all(name in listed for name in required):
                 schema["additionalProperties"] = False
         return schema
-
-    def to_lark(self, special: Mapping[str, int]) -> str:
-        """The reply in llguidance's Lark, in which `@arguments_<i>` stands for the arguments of the i-th tool.
-
-        Args:
-            special: the special tokens of the vocabulary, which cannot be written by their characters.
-        """
-        pieces = _split(self.begin.rstrip(), special)
-        trigger, inside = pieces[0], self.begin[len(pieces[0]) :]
-        heads = (f'{{"name": {_quoted(name)}, "arguments": ' for name in self.tools)
-        calls = (f'{_literal(head, special)} @arguments_{i} "}}"' for i, head in enumerate(heads))
-        body = f"{_literal(inside, special)} ({' | '.join(calls)}) {_literal(self.end, special)}"
-        more = r' ("\n" call)*' if self.parallel else ""
-        rules = [
-            "%llguidance {}",
-            f"start: call{more}" if self.required else f"start: TEXT? | first{more}",
-            f"call: {_literal(trigger, special)} {body}",
-            f"TEXT: /(?s:.+)/ & ~(/(?s:.*)/ {_quoted(trigger)} /(?s:.*)/)",
-        ]
-        if trigger in special:
-            rules.append(f"first: TEXT? {_literal(trigger, special)} {body}")
-        else:
-            rules.append(f"first: opening {body}\nopening[lazy]: ANY {_quoted(trigger)}\nANY: /(?s:.*)/")
-        return "\n".join(rules)
-
-
-def _split(text: str, special: Mapping[str, int]) -> list[str]:
-    """`text` in pieces, so that every special token in it is one; of two that begin together, the longer."""
-    pieces = [""]
-    while text:
-        token = max((token for token in special if text.startswith(token)), key=len, default=None)
-        if token is not None:
-            pieces += [token, ""]
-        else:
-            pieces[-1] += text[0]
-        text = text[len(token or text[0]) :]
-    return [piece for piece in pieces if piece]
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """`text` as a rule of the grammar."""
-    pieces = _split(text, special)
-    return " ".join(f"<[{special[piece]}]>" if piece in special else _quoted(piece) for piece in pieces)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

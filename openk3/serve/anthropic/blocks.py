@@ -121,13 +121,14 @@ class MessageWriter:
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
         """Tokens of the prompt count as input unless they were in the cache."""
-        usage = self._chat.generation.usage()
+        usage = self._chat.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         }
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,11 @@ def translate(body: CountTokensRequest) -> Translated:
     places: list[str] = []
 
     def add(message: dict[str, Any], place: str) -> None:
-        both_user = message["role"] == "user" and messages and messages[-1]["role"] == "user"
-        if both_user:  # turns of the same role are one
-            messages[-1]["content"] += message["content"]
+        last = messages[-1] if messages else None
+        if last is not None and message["role"] == last["role"] and message["role"] in ("user", "assistant"):
+            for name, value in message.items():  # turns of the same role are one
+                if name != "role":
+                    last[name] = last[name] + value if name in last else value
         else:
             messages.append(message)
             places.append(place)

@@ -1,7 +1,7 @@
 """What a request in Anthropic's Messages protocol may say.
 
 Fields and ranges are those of https://docs.anthropic.com/en/api/messages; the rule for them is that of
-`openk3.serve.openai_types`: honoured, harmless, or refused by name. Marks for the prompt cache are harmless, as every
+`openk3.serve.bodies`: honoured, harmless, or refused by name. Marks for the prompt cache are harmless, as every
 prompt is cached here.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from openk3.serve.openai_types import Body, Harmless, by, unsupported, wrong
+from openk3.serve.bodies import Body, Harmless, by, unsupported, wrong
 
 MAX_STOPS = 16
 
@@ -130,7 +130,7 @@ class ToolChoice(Body):
         return self
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     """Whether the model reasons before it answers. The budget says how hard; it is no limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -163,7 +163,7 @@ class CountTokensRequest(Body):
     system: Texts | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
     cache_control: Harmless = None
@@ -171,6 +171,7 @@ class CountTokensRequest(Body):
     user_profile_id: Harmless = None
     context_management: Annotated[None, unsupported({"edits": []})] = None
     mcp_servers: Annotated[None, unsupported([])] = None
+    thread: Annotated[None, unsupported()] = None  # a conversation that the server keeps; clients send it whole then
 
 
 class MessagesRequest(CountTokensRequest):

@@ -26,6 +26,7 @@ from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.routes import page, require_file
 from openk3.serve.inner import Answer, ask
 from openk3.serve.loading import ModelSlot
+from openk3.serve.openapi import body_of
 from openk3.serve.sse import while_connected
 from openk3.serve.validation import parse_body
 
@@ -57,7 +58,7 @@ class ChatsRequest(_Body):
     requests: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_CHATS)
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", openapi_extra=body_of(BatchRequest))
 async def create_batch(request: Request) -> Response:
     body = await parse_body(request, BatchRequest)
     state = request.app.state
@@ -125,7 +126,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     return JSONResponse((await asyncio.to_thread(store.require, batch.id)).to_json())
 
 
-@router.post("/v1/chat/completions/batch")
+@router.post("/v1/chat/completions/batch", openapi_extra=body_of(ChatsRequest))
 async def chat_batch(request: Request) -> Response:
     slot: ModelSlot = request.app.state.slot
     slot.require()

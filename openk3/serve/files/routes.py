@@ -9,10 +9,12 @@ from urllib.parse import quote
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
+from openk3.documents.text import read_document
 from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError, shown
 from openk3.serve.files.store import FileStore, StoredFile
 from openk3.serve.files.upload import FormReader
+from openk3.serve.openapi import form_of
 
 router = APIRouter()
 
@@ -20,9 +22,15 @@ PURPOSES = ("assistants", "batch", "evals", "file-extract", "fine-tune", "user_d
 # As in OpenAI's API: an hour to thirty days.
 _EXPIRY_RANGE_S = (3600, 2592000)
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
+_FORM = {
+    "file": {"type": "string", "format": "binary"},
+    "purpose": {"enum": list(PURPOSES)},
+    _EXPIRY[0]: {"description": "created_at, where there are seconds"},
+    _EXPIRY[1]: {"description": "after so many seconds, from {:,} to {:,}".format(*_EXPIRY_RANGE_S)},
+}
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra=form_of(_FORM, ("file", "purpose")))
 async def upload_file(request: Request) -> Response:
     store = _store(request)
     with store.writer() as writer:
@@ -66,14 +74,31 @@ def get_file(request: Request, file_id: str) -> dict[str, Any]:
     return require_file(_store(request), file_id).to_json()
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=FileResponse,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
 def file_content(request: Request, file_id: str) -> Response:
     store = _store(request)
     file = require_file(store, file_id)
+    if file.purpose == "file-extract":
+        return _extracted(store, file)
     # As a download of no particular type: a browser must not show a stranger's HTML as a page of this server.
     disposition = f"attachment; filename*=UTF-8''{quote(file.filename)}"
     headers = {"Content-Disposition": disposition, "X-Content-Type-Options": "nosniff"}
     return FileResponse(store.path(file), media_type="application/octet-stream", headers=headers)
+
+
+def _extracted(store: FileStore, file: StoredFile) -> Response:
+    """The text of a document, in the form of Moonshot's API."""
+    try:
+        document = read_document(file.filename, store.path(file).read_bytes())
+    except ValueError as error:
+        raise ApiError(400, f"The file's text cannot be read: {error}.", param="file_id", code="unreadable") from None
+    return JSONResponse(
+        {"content": document.text, "file_type": document.format, "filename": file.filename, "title": "", "type": "file"}
+    )
 
 
 @router.delete("/v1/files/{file_id}")
@@ -81,6 +106,7 @@ def delete_file(request: Request, file_id: str) -> dict[str, Any]:
     store = _store(request)
     require_file(store, file_id)
     store.delete(file_id, caller().owner)
+    request.app.state.search.forget(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 

@@ -1,9 +1,10 @@
 """The check at the door: which key a request shows, and whether that key may ask for more now.
 
-A server on which no key was ever made asks for none. From the first key on, every request to ``/v1`` and ``/metrics``
-needs one, as ``Authorization: Bearer`` (OpenAI's clients) or ``x-api-key`` (Anthropic's). The web workspace of a server
-that only this machine can reach stays open to whoever sits at it; elsewhere the browser asks for a name, which is
-ignored, and a password, which is a key. ``/health`` is open, for it says little that a closed port does not.
+A server on which no key was ever made asks for none. From the first key on, every request to ``/v1``, ``/mcp`` and
+``/metrics`` needs one, as ``Authorization: Bearer`` (OpenAI's clients) or ``x-api-key`` (Anthropic's). The web
+workspace of a server that only this machine can reach stays open to whoever sits at it; elsewhere the browser asks for
+a name, which is ignored, and a password, which is a key. ``/health`` is open, for it says little that a closed port
+does not.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class KeyCheck:
         """
         keys: KeyStore = self.state.keys
         path = scope["path"]
-        api = path == "/v1" or path.startswith("/v1/") or path == "/metrics"
+        api = path in ("/v1", "/metrics", "/mcp", "/tokenize", "/detokenize") or path.startswith("/v1/")
         key = None
         if (api or not self.open_web) and path != "/health" and (self.always or keys.any()):
             shown = _shown_key(Headers(scope=scope), basic=not api)

@@ -1,4 +1,4 @@
-"""Responses that a client may ask for again or go on from, in an SQLite file.
+"""Responses that a client may ask for again or go on from, in the server's database.
 
 A response is written once, when it is finished, in one transaction: after a crash it is there whole or not at all. With
 it goes what was new in its request; what was before is found by following `previous`. After 30 days a response is
@@ -8,28 +8,32 @@ forgotten, as at OpenAI.
 from __future__ import annotations
 
 import json
-import sqlite3
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from openk3.serve.errors import ApiError, shown
+from openk3.serve.state.database import Database
 
 _KEPT_S = 30 * 24 * 3600
-_VERSION = 1
 _SCHEMA = """
-CREATE TABLE responses (
+CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
     created INTEGER NOT NULL,
-    previous TEXT,
+    owner TEXT NOT NULL,
     input TEXT NOT NULL,
     response TEXT NOT NULL
 );
-CREATE INDEX responses_created ON responses (created)
+CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
+CREATE TABLE IF NOT EXISTS response_items (
+    item TEXT NOT NULL,
+    holder TEXT NOT NULL,
+    PRIMARY KEY (item, holder)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS response_items_holder ON response_items (holder);
+CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses BEGIN
+    DELETE FROM response_items WHERE holder = old.id;
+END;
 """
 
 
@@ -50,42 +54,59 @@ class Stored:
         return str(self.response["id"])
 
     @property
+    def items(self) -> list[dict[str, Any]]:
+        """All of its items, those of its request first."""
+        return [*self.input, *self.response["output"]]
+
+    @property
     def previous(self) -> str | None:
         previous: str | None = self.response["previous_response_id"]
         return previous
 
 
 class ResponseStore:
-    """The file at `path`, made for this user alone when it is first needed. Safe to use from any thread.
+    """The responses in `database`. Each belongs to an owner, the API key that asked for it; to others it is not there.
+    For any thread."""
 
-    Every method raises ApiError 500 when the file cannot be used.
-    """
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        database.make(_SCHEMA)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._db: sqlite3.Connection | None = None
-
-    def save(self, stored: Stored) -> None:
+    def save(self, stored: Stored, owner: str) -> None:
         """Write a response down, and forget those that are too old."""
-        row = (stored.id, int(time.time()), stored.previous, _json(stored.input), _json(stored.response))
-        with self._using() as db:
-            db.execute("DELETE FROM responses WHERE created < ?", (int(time.time()) - _KEPT_S,))
+        now = int(time.time())
+        with self._database.transaction() as db:
+            db.execute("DELETE FROM responses WHERE created < ?", (now - _KEPT_S,))
+            row = (stored.id, now, owner, _json(stored.input), _json(stored.response))
             db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            ids = {item["id"] for item in stored.items}
+            db.executemany("INSERT INTO response_items VALUES (?, ?)", [(item, stored.id) for item in ids])
 
-    def get(self, response_id: str, param: str | None = None) -> Stored:
+    def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
         """Return a response.
 
         Raises:
             ApiError: 404, there is none of that id; `param` names where it was asked for.
         """
-        with self._using() as db:
-            row = db.execute("SELECT input, response FROM responses WHERE id = ?", (response_id,)).fetchone()
+        statement = "SELECT input, response FROM responses WHERE id = ? AND owner = ?"
+        row = self._database.row(statement, (response_id, owner))
         if row is None:
             raise _missing(response_id, param)
-        return Stored(json.loads(row[0]), json.loads(row[1]))
+        return Stored(json.loads(row["input"]), json.loads(row["response"]))
 
-    def conversation(self, response_id: str) -> list[Stored]:
+    def item(self, item_id: str, owner: str) -> dict[str, Any] | None:
+        """Return an item of any response, if it is there."""
+        statement = (
+            "SELECT input, response FROM responses JOIN response_items ON id = holder "
+            "WHERE item = ? AND owner = ? LIMIT 1"
+        )
+        row = self._database.row(statement, (item_id, owner))
+        if row is None:
+            return None
+        items = Stored(json.loads(row["input"]), json.loads(row["response"])).items
+        return next(item for item in items if item["id"] == item_id)
+
+    def conversation(self, response_id: str, owner: str) -> list[Stored]:
         """Return the response that a request goes on from, and all before it, the first first.
 
         Raises:
@@ -94,62 +115,18 @@ class ResponseStore:
         chain: list[Stored] = []
         wanted: str | None = response_id
         while wanted is not None:
-            chain.append(self.get(wanted, "previous_response_id"))
+            chain.append(self.get(wanted, owner, "previous_response_id"))
             wanted = chain[-1].previous
         return chain[::-1]
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, owner: str) -> None:
         """Forget a response, and with it how the conversations that went on from it began.
 
         Raises:
             ApiError: 404, there is none of that id.
         """
-        with self._using() as db:
-            deleted = db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount
-        if not deleted:
+        if not self._database.change("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)):
             raise _missing(response_id, None)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._db is not None:
-                self._db.close()
-                self._db = None
-
-    @contextmanager
-    def _using(self) -> Iterator[sqlite3.Connection]:
-        """The file, in a transaction."""
-        try:
-            with self._lock:
-                if self._db is None:
-                    self._db = _opened(self.path)
-                with self._db:
-                    yield self._db
-        except (sqlite3.Error, OSError) as error:
-            raise ApiError(
-                500, f"The file of stored responses cannot be used: {error}. Send 'store': false.", code="store_failed"
-            ) from error
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA secure_delete=ON")
-        with db:
-            db.execute("BEGIN IMMEDIATE")
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0 and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {_VERSION}")
-            elif version != _VERSION:
-                raise sqlite3.DatabaseError(f"{path} is no file of responses of version {_VERSION}")
-    except BaseException:
-        db.close()
-        raise
-    return db
 
 
 def _missing(response_id: str, param: str | None) -> ApiError:

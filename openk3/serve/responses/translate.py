@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openk3.serve.errors import ApiError
+from openk3.serve.errors import ApiError, shown
 from openk3.serve.openai_types import ChatRequest
-from openk3.serve.responses.store import Stored
+from openk3.serve.responses.store import ResponseStore, Stored
 from openk3.serve.responses.types import (
     ITEMS,
+    AllowedChoice,
     CallItem,
+    InputItem,
+    InputTokensRequest,
     Item,
     MessageItem,
     NamedChoice,
     ReasoningItem,
+    ReferenceItem,
     ResponsesRequest,
     ResultItem,
 )
@@ -30,6 +34,7 @@ _NAMES = (
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"response_format\.json_schema", "text.format"),
     (r"response_format", "text.format"),
+    (r"tool_choice\.allowed_tools", "tool_choice"),
     (r"reasoning_effort", "reasoning.effort"),
     (r"max_completion_tokens", "max_output_tokens"),
 )
@@ -93,11 +98,12 @@ class Translated:
         return Translated(self.chat.model_copy(update={"messages": messages}), [self.places[i] for i in kept])
 
 
-def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
+def translate(body: InputTokensRequest, before: Sequence[Stored], items: Sequence[Item]) -> Translated:
     """Say a Responses request in the words of chat completions.
 
     Args:
         before: the responses that it goes on from, the first first.
+        items: its input, references resolved.
 
     Raises:
         ApiError: 400, for what only the chat request's own checks find.
@@ -106,17 +112,13 @@ def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
     if body.instructions is not None:
         chat.message({"role": "system", "content": body.instructions}, "instructions")
     for stored in before:
-        for item in ITEMS.validate_python([*stored.input, *stored.response["output"]]):
+        for item in ITEMS.validate_python(stored.items):
             chat.add(item, "previous_response_id")
-    for i, item in enumerate(body.input or ()):
+    for i, item in enumerate(items):
         chat.add(item, f"input[{i}]")
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": chat.messages,
-        "stream": body.stream,
-        "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "tools": [
             {
                 "type": "function",
@@ -124,21 +126,53 @@ def translate(body: ResponsesRequest, before: Sequence[Stored]) -> Translated:
             }
             for tool in body.tools or ()
         ],
+        "tool_choice": _tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
-    choice = body.tool_choice
-    fields["tool_choice"] = (
-        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedChoice) else choice
-    )
+    if isinstance(body, ResponsesRequest):
+        fields |= {
+            "stream": body.stream,
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+        }
     try:
         return Translated(checked(fields, ChatRequest), chat.places)
     except ApiError as error:
         raise _named_as_sent(error, chat.places) from None
 
 
-def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+def resolved(items: Sequence[InputItem], store: ResponseStore, owner: str) -> list[Item]:
+    """The items, with the stored ones in place of references to them.
+
+    Raises:
+        ApiError: 404, there is no such item.
+    """
+
+    def found(item: ReferenceItem, place: str) -> Item:
+        stored = store.item(item.id, owner)
+        if stored is None:
+            message = f"Invalid '{place}.id': there is no stored item {shown(item.id)}."
+            raise ApiError(404, message, param=f"{place}.id", code="item_not_found")
+        return ITEMS.validate_python([stored])[0]
+
+    return [found(item, f"input[{i}]") if isinstance(item, ReferenceItem) else item for i, item in enumerate(items)]
+
+
+def _tool_choice(body: InputTokensRequest) -> Any:
+    def named(choice: NamedChoice) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": choice.name}}
+
+    choice = body.tool_choice
+    if isinstance(choice, AllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+        return {"type": choice.type, "allowed_tools": allowed}
+    return named(choice) if isinstance(choice, NamedChoice) else choice
+
+
+def _response_format(body: InputTokensRequest) -> dict[str, Any] | None:
     form = None if body.text is None else body.text.format
     if form is None:
         return None

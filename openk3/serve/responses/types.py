@@ -1,7 +1,7 @@
 """What a request in OpenAI's Responses protocol may say.
 
 Fields and ranges are those of https://platform.openai.com/docs/api-reference/responses; the rule for them is that of
-`openk3.serve.openai_types`: honoured, harmless, or refused by name.
+`openk3.serve.bodies`: honoured, harmless, or refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from openk3.serve.openai_types import Body, Effort, Harmless, by, unsupported, wrong
+from openk3.serve.bodies import Body, Harmless, by, unsupported, wrong
+from openk3.serve.openai_types import Effort
 
 
 class TextPart(Body):
@@ -136,6 +137,13 @@ class ReasoningItem(_Item):
         }
 
 
+class ReferenceItem(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _kind_of_item(value: object) -> str | None:
     """An item without a type is a message."""
     kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
@@ -149,6 +157,14 @@ Item: TypeAlias = Annotated[
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[ResultItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_kind_of_item),
+]
+InputItem: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[ResultItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ReferenceItem, Tag("<item_reference>")],
     Discriminator(_kind_of_item),
 ]
 
@@ -174,6 +190,14 @@ class FunctionTool(Body):
 class NamedChoice(Body):
     type: Literal["function"]
     name: str
+
+
+class AllowedChoice(Body):
+    """Some of the tools, of which the reply may or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice] = Field(min_length=1)
 
 
 class TextFormat(Body):
@@ -214,7 +238,7 @@ class Reasoning(Body):
     context: Harmless = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: Harmless = None
 
 
@@ -231,48 +255,76 @@ def _metadata(value: object) -> object:
     return value
 
 
-class ResponsesRequest(Body):
-    """The body of POST /v1/responses."""
+def _kind_of_choice(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "auto")
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+_kind_of_choice.__name__ = "type"
+
+
+class InputTokensRequest(Body):
+    """The body of POST /v1/responses/input_tokens: a conversation, and what it may call."""
 
     model: str
-    input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])] | None = None
+    input: (
+        Annotated[list[InputItem], BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem])] | None
+    ) = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<auto>")]
+            | Annotated[NamedChoice, Tag("<function>")]
+            | Annotated[AllowedChoice, Tag("<allowed_tools>")],
+            Discriminator(_kind_of_choice),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
+
+    conversation: Annotated[None, unsupported()] = None
+
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> Self:
+        if not self.input and self.previous_response_id is None:
+            raise wrong("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
+        return self
+
+
+class ResponsesRequest(InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata, json_schema_input_type=dict[str, str])] | None = None
+    user: str | None = None
 
     client_metadata: Harmless = None
-    include: Annotated[Harmless, unsupported([], ["reasoning.encrypted_content"])] = None
     max_tool_calls: Harmless = None  # counts calls of tools that the server runs
     prompt_cache_key: Harmless = None
     prompt_cache_options: Harmless = None
     prompt_cache_retention: Harmless = None
     safety_identifier: Harmless = None
     service_tier: Harmless = None
-    user: Harmless = None
 
     background: Annotated[None, unsupported(False)] = None
     context_management: Annotated[None, unsupported([])] = None
-    conversation: Annotated[None, unsupported()] = None
+    include: Annotated[None, unsupported([], ["reasoning.encrypted_content"])] = None  # reasoning is there in plain
     moderation: Annotated[None, unsupported()] = None
     prompt: Annotated[None, unsupported()] = None
     top_logprobs: Annotated[None, unsupported(0)] = None
 
     @model_validator(mode="after")
-    def _something_to_answer(self) -> Self:
-        if not self.input and self.previous_response_id is None:
-            raise wrong("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
+    def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise wrong(
                 "The 'stream_options' parameter is only allowed when 'stream' is enabled.",

@@ -8,10 +8,12 @@ from pathlib import Path
 from starlette.datastructures import State
 
 from openk3.serve.batches.store import BatchStore
+from openk3.serve.document_search import DocumentSearch
 from openk3.serve.files.store import FileStore
 from openk3.serve.keys.ledger import Ledger
 from openk3.serve.keys.limiter import Limiter
 from openk3.serve.keys.store import KeyStore
+from openk3.serve.responses.store import ResponseStore
 from openk3.serve.state.database import Database
 from openk3.weights.store import cache_root
 
@@ -43,9 +45,12 @@ def open_state(state: State, folder: Path) -> None:
     state.keys = KeyStore(state.database)
     state.ledger = Ledger(state.database)
     state.limiter = Limiter()
+    state.responses = ResponseStore(state.database)
+    state.search = DocumentSearch(folder / "search.sqlite3")
     state.batches = BatchStore(state.database)
 
 
 def close_state(state: State) -> None:
     state.ledger.close()
+    state.search.close()
     state.database.close()
