@@ -65,6 +65,17 @@ def test_content_is_a_download_of_no_type(url: str, openai: OpenAI) -> None:
     assert response.headers["content-disposition"] == "attachment; filename*=UTF-8''gr%C3%B6%C3%9Fe.html"
 
 
+def test_a_document_gives_its_text(openai: OpenAI) -> None:
+    made = openai.files.create(file=("a.html", b"<h1>Tides</h1><p>The moon pulls.</p>"), purpose="file-extract")
+    said = openai.files.content(made.id).json()
+    assert "The moon pulls." in said["content"]
+    assert "<p>" not in said["content"]
+    assert (said["file_type"], said["filename"]) == ("html", "a.html")
+    broken = openai.files.create(file=("a.pdf", b"%PDF-1.4 nonsense"), purpose="file-extract")
+    with pytest.raises(BadRequestError, match="text cannot be read"):
+        openai.files.content(broken.id)
+
+
 def test_pages(openai: OpenAI) -> None:
     made = [openai.files.create(file=(f"{i}.txt", b"x"), purpose="evals").id for i in range(5)]
     openai.files.create(file=("other.txt", b"x"), purpose="vision")

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ from starlette.requests import ClientDisconnect
 
 from openk3 import __version__
 from openk3.agents.mcp_client import McpServers
-from openk3.serve import chat, completions, errors, openapi, status, tokens
+from openk3.embedder import load_embedder
+from openk3.serve import chat, completions, embeddings, errors, openapi, status, tokens
 from openk3.serve.access import CLIENT_CLOSED_REQUEST, Access
 from openk3.serve.anthropic import messages
 from openk3.serve.batches import routes as batches
@@ -41,6 +42,7 @@ from openk3.serve.metrics import Metrics
 from openk3.serve.queue import MAX_QUEUE, RequestQueue
 from openk3.serve.responses import routes as responses
 from openk3.serve.state.server import close_state, default_state_folder, open_database, open_state
+from openk3.weights.embedders import DEFAULT_EMBEDDER
 from openk3.weights.store import cache_root
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ def create_app(
     app.state.slot = slot
     app.state.metrics = metrics
     app.state.queue = RequestQueue(max_queue)
+    app.state.embeddings = embeddings.Embeddings(DEFAULT_EMBEDDER, partial(load_embedder, progress=False))
     app.state.mcp_tools = mcp_tools or {}
     metrics.watch(lambda: slot.llm, app.state.queue)
 
@@ -120,7 +123,7 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _client_gone)
     parts = (
         *(chat.router, completions.router, responses.router, messages.router, tokens.router),
-        *(files.router, batches.router, usage.router, status.router, openapi.router),
+        *(files.router, batches.router, embeddings.router, usage.router, status.router, openapi.router),
     )
     offered = McpEndpoint() if mcp_endpoint else None
     if offered:
