@@ -85,7 +85,8 @@ def finished(reply: Message, text: str) -> Message:
 def served_chat(store_path: Path, llm: LLM | None = None, name: str = "debug") -> Iterator[Chat]:
     """Serve the chat on a real socket with `llm` (default: `endless_llm`)."""
     model = llm or endless_llm()
-    app = create_app(lambda: model, model_name=name, store_path=store_path, owns_model=False)
+    state = store_path.parent / "state"
+    app = create_app(lambda: model, model_name=name, store_path=store_path, state_folder=state, owns_model=False)
     with live(app) as url:
         store = Store(store_path)
         try:

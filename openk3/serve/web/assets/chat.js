@@ -164,6 +164,9 @@ window.openk3 = (() => {
     const row = event.target.closest?.("a[data-conversation]");
     if (row && !event.ctrlKey && !event.metaKey && !event.shiftKey && event.button === 0) {
       event.preventDefault();
+      // At once, so that the next key goes on from here.
+      for (const link of document.querySelectorAll("a[data-conversation]")) link.removeAttribute("aria-current");
+      row.setAttribute("aria-current", "page");
       emitEvent("chat_open", { id: row.dataset.conversation, message: row.dataset.message ? Number(row.dataset.message) : null });
       if (narrow.matches) closePanels();
     }
