@@ -3,7 +3,8 @@
     python -m bench.load --model smollm2-135m --clients 100 --seconds 300 --json load.json
 
 Prints (and writes) answers by status, latencies, and what the server held before and after: memory, file handles,
-pages of the cache. Anything but 2xx, 4xx and deliberate 503s, or pages in use when nothing runs, is a failure.
+pages of the cache. The memory of the cache is committed as its pages are first used, which would hide a leak: the cache
+is kept small here (`--kv-cache-mb`), so that all of it is in use early. Anything but 2xx, 4xx and deliberate 503s, or pages in use when nothing runs, is a failure.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+_LOOKS = 20  # at the server's memory and handles, over the whole time
 _KINDS = ("whole", "stream", "tools", "leave", "bad", "slow")
 
 
@@ -79,8 +81,10 @@ async def load(url: str, model: str, clients: int, seconds: float, pid: int) -> 
                     await asyncio.sleep(1)
 
         people = [asyncio.create_task(person(number)) for number in range(clients)]
-        await asyncio.sleep(seconds / 5)
-        warm = _held(pid)
+        held = []
+        for _ in range(_LOOKS):
+            await asyncio.sleep(seconds / _LOOKS)
+            held.append(_held(pid))
         await asyncio.gather(*people)
     async with httpx.AsyncClient(base_url=url) as client:
         for _ in range(200):
@@ -92,8 +96,9 @@ async def load(url: str, model: str, clients: int, seconds: float, pid: int) -> 
     return {
         "statuses": dict(statuses),
         "median_s": {kind: statistics.median(times) for kind, times in latencies.items() if times},
-        "warm": warm,
+        "warm": held[_LOOKS // 5],
         "after": _held(pid),
+        "rss_kb": [one["rss_kb"] for one in held],
         "idle": health["running"] == health["waiting"] == 0,
         "pages_used_when_idle": float(used[1]) if used else None,
     }
@@ -136,9 +141,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--weights", default="int8")
+    parser.add_argument("--kv-cache-mb", type=int, default=256)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    result = run(given.model, given.clients, given.seconds, "--weights", given.weights)
+    options = ("--weights", given.weights, "--kv-cache-mb", str(given.kv_cache_mb))
+    result = run(given.model, given.clients, given.seconds, *options)
     result |= {"model": given.model, "clients": given.clients, "seconds": given.seconds, "cores": os.cpu_count()}
     text = json.dumps(result, indent=2)
     if given.json:

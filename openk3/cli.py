@@ -382,6 +382,9 @@ def serve(
     mcp_endpoint: Annotated[
         bool, typer.Option("--mcp-endpoint", help="Offer calculator and datetime to MCP clients at /mcp.")
     ] = False,
+    kv_cache_mb: Annotated[
+        int, typer.Option("--kv-cache-mb", min=1, help="Memory for keys and values, which cached prefixes fill up.")
+    ] = 2048,
     threads: Threads = None,
     weights: Weights = "auto",
 ) -> None:
@@ -407,7 +410,7 @@ def serve(
         max_queue=max_queue,
         log_format=log_format,
         num_threads=threads,
-        engine=EngineConfig(weights=weights),
+        engine=EngineConfig(weights=weights, kv_cache_bytes=kv_cache_mb << 20),
         mcp_config=mcp_config,
         mcp_endpoint=mcp_endpoint,
     )

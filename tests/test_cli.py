@@ -309,14 +309,15 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     k3(
         "serve", "-m", "x", "--host", "0.0.0.0", "-p", "9", "--name", "n", "--no-web", "--threads", "2",
         "--allowed-host", "a", "--allowed-host", "b", "--weights", "int8", "--max-queue", "7", "--log", "json",
-        "--mcp", "m.json", "--mcp-endpoint",
+        "--mcp", "m.json", "--mcp-endpoint", "--kv-cache-mb", "64",
     )  # fmt: skip
     defaults = {"host": "127.0.0.1", "port": 8000, "model_name": None, "web": True, "num_threads": None}
     defaults |= {"max_queue": 256, "log_format": "auto", "mcp_config": None, "mcp_endpoint": False}
     assert calls[0] == ("smollm2-135m", {**defaults, "allowed_hosts": (), "engine": EngineConfig()})
     given = {"host": "0.0.0.0", "port": 9, "model_name": "n", "web": False, "num_threads": 2}
     given |= {"max_queue": 7, "log_format": "json", "mcp_config": Path("m.json"), "mcp_endpoint": True}
-    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"], "engine": EngineConfig(weights="int8")})
+    engine = EngineConfig(weights="int8", kv_cache_bytes=64 << 20)
+    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"], "engine": engine})
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
