@@ -4,7 +4,8 @@
 
 Prints (and writes) answers by status, latencies, and what the server held before and after: memory, file handles,
 pages of the cache. The memory of the cache is committed as its pages are first used, which would hide a leak: the cache
-is kept small here (`--kv-cache-mb`), so that all of it is in use early. Anything but 2xx, 4xx and deliberate 503s, or pages in use when nothing runs, is a failure.
+is kept small here (`--kv-cache-mb`), so that all of it is in use early. Anything but 2xx, 4xx and deliberate 503s, or
+pages in use when nothing runs, is a failure.
 """
 
 from __future__ import annotations
