@@ -195,7 +195,6 @@ def speed(llm: LLM, rounds: int, new_tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, parts=("coverage", "validity", "speed"))
-    parser.add_argument("--weights", default="int8")
     parser.add_argument("--new-tokens", type=int, default=200, help="of each reply in 'speed'")
     parser.add_argument("--questions", type=int, default=100, help="in 'validity'")
     parser.add_argument("--bfcl", type=Path, help="the wheel of bfcl-eval, for 'coverage' and 'validity'")

@@ -43,7 +43,6 @@ class Row:
 _ROWS = (
     Row("OpenK3 INT4", ("openk3 int4",), _OPENK3),
     Row("OpenK3 INT8", ("openk3 int8",), _OPENK3),
-    Row("OpenK3 float32", ("openk3 float32",), _OPENK3),
     Row("llama.cpp 4 bits", LLAMA_4BIT, _LLAMA),
     Row("llama.cpp Q8_0", LLAMA_8BIT, _LLAMA),
     Row("Transformers float32", (TRANSFORMERS,), _OTHER),

@@ -19,6 +19,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 _LAZY = {
     "load": "openk3.llm",
     "LLM": "openk3.llm",
+    "load_embedder": "openk3.embedder",
     "SamplingParams": "openk3.engine.request",
     "Grammar": "openk3.engine.grammar.spec",
     "ToolCalls": "openk3.engine.grammar.tools",
@@ -34,6 +35,7 @@ __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
     from openk3.config import ModelConfig, dial, preset
+    from openk3.embedder import load_embedder
     from openk3.engine.engine import EngineConfig
     from openk3.engine.grammar.spec import Grammar
     from openk3.engine.grammar.tools import ToolCalls

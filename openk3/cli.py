@@ -1,4 +1,5 @@
-"""The command line: `k3 pull`, `models`, `quantize`, `generate`, `chat`, `render`, `serve`, `doctor`, each thin.
+"""The command line, `k3`: one thin command per verb. Those of API keys are in `key_commands`,
+those of tools in `tool_commands`.
 
 The model stack is imported inside the commands that need it, so that help and mistakes answer at once. What the user
 gets wrong ends as one line on stderr and exit code 2; what fails in spite of a right command, as one line and 1.
@@ -6,7 +7,6 @@ gets wrong ends as one line on stderr and exit code 2; what fails in spite of a 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 
 from openk3 import __version__
 from openk3.engine.config import EngineConfig, WeightFormat
-from openk3.terminal import ctrl_c_stops, harmless, spinner
+from openk3.key_commands import keys_app, usage
+from openk3.terminal import AsJson, ctrl_c_stops, harmless, print_json, spinner
+from openk3.tool_commands import McpConfig, mcp, open_tools, search
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -88,7 +90,6 @@ Weights = Annotated[
     WeightFormat,
     typer.Option("--weights", help="How matrices are held: int8 is faster and a little less exact, int4 more so."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="What the model is told before the chat.")]
 
 _SAMPLING = "Sampling"
@@ -157,7 +158,7 @@ def pull(
     """
     path = _fetch(name)
     _compile()
-    _print_json({"name": name, "path": str(path)}) if as_json else typer.echo(path)
+    print_json({"name": name, "path": str(path)}) if as_json else typer.echo(path)
 
 
 @app.command(rich_help_panel="Models")
@@ -180,10 +181,10 @@ def models(
 
     if preset is not None:
         card = cards.preset_card(preset)
-        _print_json(card) if as_json else typer.echo(cards.preset_text(card))
+        print_json(card) if as_json else typer.echo(cards.preset_text(card))
     else:
         rows = cards.known_rows()
-        _print_json({"models": rows}) if as_json else typer.echo(cards.known_text(rows))
+        print_json({"models": rows}) if as_json else typer.echo(cards.known_text(rows))
 
 
 @app.command(rich_help_panel="Models")
@@ -223,7 +224,7 @@ def quantize(
     tty = sys.stderr.isatty()
     outcome = run(model, format=form, group_size=group_size, calibration=calibration, output=output, progress=tty)
     card = cards.quantized_card(outcome)
-    _print_json(card) if as_json else typer.echo(cards.quantized_text(card))
+    print_json(card) if as_json else typer.echo(cards.quantized_text(card))
 
 
 @app.command(rich_help_panel="Use")
@@ -281,7 +282,7 @@ def generate(
         if not as_json:
             sys.stdout.write("\n")
         elif end.finish_reason != "cancelled":
-            _print_json({"model": model, "text": answer, **_end(end)})
+            print_json({"model": model, "text": answer, **_end(end)})
         if end.finish_reason == "cancelled":
             raise typer.Exit(130)
 
@@ -292,6 +293,13 @@ def chat(
     model: Model = DEFAULT_MODEL,
     system: System = None,
     load: Annotated[str | None, typer.Option("--load", help="Go on with a chat that /save wrote.")] = None,
+    tool: Annotated[
+        list[str] | None, typer.Option("--tool", help="calculator or datetime, for the model to call; may be repeated.")
+    ] = None,
+    document: Annotated[
+        list[str] | None, typer.Option("--document", help="File or folder for it to search in; may be repeated.")
+    ] = None,
+    mcp_config: McpConfig = None,
     threads: Threads = None,
     weights: Weights = "auto",
     temperature: Temperature = 0.7,
@@ -312,17 +320,18 @@ def chat(
 
       [cyan]k3 chat --model qwen2.5-coder-0.5b --system "You write Python."[/cyan]
       [cyan]k3 chat --load tides.json[/cyan]
+      [cyan]k3 chat -m qwen2.5-coder-0.5b --tool calculator --document lease.pdf[/cyan]
     """
     from openk3.chat.saved import load_chat
     from openk3.repl import Repl
 
     sampling = _sampling(ctx)
     messages = load_chat(load).messages if load is not None else []
-    with _load(model, threads, weights) as llm:
+    with open_tools(tool or (), document or (), mcp_config) as tools, _load(model, threads, weights) as llm:
         llm.tokenizer.render_chat([{"role": "user", "content": "Hello"}])  # a model that cannot chat says so at once
         if sys.stdin.isatty():
             typer.echo(f"{model}, {llm.max_model_len:,} tokens of context. /help lists the commands.")
-        Repl(llm, messages=messages, system=system, sampling=sampling).run()
+        Repl(llm, messages=messages, system=system, sampling=sampling, tools=tools).run()
 
 
 @app.command(rich_help_panel="Use")
@@ -348,10 +357,10 @@ def render(
     where = "stdin" if file in (None, "-") else str(file)
     request = read_request(_read_stdin() if where == "stdin" else _read_file(where), where)
     card = rendered(Tokenizer.from_directory(_fetch(model)), **request)
-    _print_json({"model": model, **card}) if as_json else typer.echo(rendered_text(card))
+    print_json({"model": model, **card}) if as_json else typer.echo(rendered_text(card))
 
 
-@app.command(rich_help_panel="Use")
+@app.command(rich_help_panel="Serve")
 def serve(
     model: Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -362,13 +371,27 @@ def serve(
         typer.Option("--allowed-host", help="Host name that requests may come in under; may be repeated."),
     ] = None,
     web: Annotated[bool, typer.Option("--web/--no-web", help="Serve the web chat at / too.")] = True,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", min=0, help="Replies that may wait; beyond that the server says 503.")
+    ] = 256,
+    log_format: Annotated[
+        Literal["auto", "json", "plain"],
+        typer.Option("--log", help="Log lines on stderr.", show_default="plain on a terminal, else json"),
+    ] = "auto",
+    mcp_config: McpConfig = None,
+    mcp_endpoint: Annotated[
+        bool, typer.Option("--mcp-endpoint", help="Offer calculator and datetime to MCP clients at /mcp.")
+    ] = False,
+    kv_cache_mb: Annotated[
+        int, typer.Option("--kv-cache-mb", min=1, help="Memory for keys and values, which cached prefixes fill up.")
+    ] = 2048,
     threads: Threads = None,
     weights: Weights = "auto",
 ) -> None:
     """Serve a model: web chat at /, OpenAI-compatible API at /v1.
 
-    The server knows no passwords: on an address other than 127.0.0.1,
-    whoever reaches the port may use it.
+    On an address other than 127.0.0.1 the server asks everybody for an API
+    key, so there must be one: k3 keys create.
 
       [cyan]k3 serve[/cyan]                          then open http://127.0.0.1:8000
       [cyan]k3 serve -m qwen2.5-coder-0.5b --port 8080[/cyan]
@@ -384,9 +407,19 @@ def serve(
         model_name=name,
         web=web,
         allowed_hosts=allowed_host or (),
+        max_queue=max_queue,
+        log_format=log_format,
         num_threads=threads,
-        engine=EngineConfig(weights=weights),
+        engine=EngineConfig(weights=weights, kv_cache_bytes=kv_cache_mb << 20),
+        mcp_config=mcp_config,
+        mcp_endpoint=mcp_endpoint,
     )
+
+
+app.add_typer(keys_app, name="keys", rich_help_panel="Serve")
+app.command(rich_help_panel="Serve")(usage)
+app.command(rich_help_panel="Serve")(mcp)
+app.command(rich_help_panel="Use")(search)
 
 
 @app.command(rich_help_panel="This machine")
@@ -399,7 +432,7 @@ def doctor(as_json: AsJson = False) -> None:
 
     with spinner("looking around"):
         checks = diagnose()
-    _print_json(report_json(checks)) if as_json else typer.echo(report_text(checks))
+    print_json(report_json(checks)) if as_json else typer.echo(report_text(checks))
     if not healthy(checks):
         raise typer.Exit(1)
 
@@ -476,10 +509,6 @@ def _end(piece: Piece) -> dict[str, Any]:
     """What the last piece of an answer tells about the whole."""
     assert piece.usage is not None and piece.timings is not None
     return {"finish_reason": piece.finish_reason, "usage": asdict(piece.usage), "timings": asdict(piece.timings)}
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
 
 
 def main() -> None:

@@ -185,11 +185,13 @@ def check_packages(requirements: Iterable[Requirement], pins: Mapping[str, str])
 def check_kernels(cores: int, environ: Mapping[str, str]) -> Check:
     """The compiled kernels, which run models on a CPU: their kind, their threads, and whether they are compiled yet."""
     try:
-        from openk3.kernels import are_compiled, describe
+        from openk3.kernels import MISSING, are_compiled, describe
         from openk3.weights.registry import default_model
     except Exception as error:  # a broken installation can fail in any way
         reinstall = f"{sys.executable} -m pip install --force-reinstall numba"
         return Check("kernels", "missing", f"they cannot be imported, only PyTorch can run models: {error}", reinstall)
+    if MISSING:
+        return Check("kernels", "warning", f"not used, as {MISSING}: PyTorch runs the models, several times slower")
     threads = default_threads(environ)
     asked = environ.get("OMP_NUM_THREADS")
     found = f"{describe()}, {threads} threads" + (f" (OMP_NUM_THREADS={asked})" if asked else "")

@@ -19,6 +19,8 @@ with suppress(ImportError):
     import readline  # noqa: F401  (gives `input` editing and history; not on every platform)
 
 if TYPE_CHECKING:
+    from openk3.agents.tools.tool import Tool
+    from openk3.chat.reply import ToolCall
     from openk3.llm import LLM
     from openk3.responses import Piece
 
@@ -47,6 +49,7 @@ class Repl:
         messages: the chat so far.
         system: system text, or None for that of `messages` or the checkpoint's own.
         sampling: sampling arguments of `LLM.chat_stream`.
+        tools: what the model may call. Those that are not built in are asked for, each time.
         read: returns one line for a prompt; raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C.
         write: takes text for the screen and shows it at once.
     """
@@ -58,12 +61,14 @@ class Repl:
         messages: Sequence[Message] = (),
         system: str | None = None,
         sampling: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
         read: Callable[[str], str] | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
         self.llm = llm
         self.messages = list(messages)
         self.sampling = dict(sampling or {})
+        self.tools = list(tools)
         self._read = read or _read_line
         self._write = write or _write_out
         self._last: Piece | None = None
@@ -86,7 +91,7 @@ class Repl:
                     if not self._command(text):
                         return
                 elif text:
-                    self._say(text)
+                    (self._say_with_tools if self.tools else self._say)(text)
             except KeyboardInterrupt:  # pressed twice, or just after a reply had ended
                 self._write("\n(stopped)\n")
             except (ValueError, OSError, RuntimeError) as error:
@@ -157,6 +162,28 @@ class Repl:
                 self.messages += [asked, {"role": "assistant", "content": reply}]
         self._write(_REMARKS.get(end, "\n"))
 
+    def _say_with_tools(self, text: str) -> None:
+        """`_say` for a model that may call tools: calls and results are shown, and kept in the chat at its end."""
+        from openk3.agents.loop import CallFinished, Finished, TextPiece, run
+
+        asked: Message = {"role": "user", "content": text}
+        for event in run(self.llm, [*self.messages, asked], tools=self.tools, approve=self._allowed, **self.sampling):
+            if isinstance(event, TextPiece):
+                self._write(harmless(event.text))
+            elif isinstance(event, CallFinished):
+                call, result = event.done.call, event.done.result.text
+                self._write(harmless(f"[{call.name} {call.arguments} → {_short(result)}]\n"))
+            elif isinstance(event, Finished):
+                self.messages += [asked, *event.messages]  # type: ignore[list-item]  # checked when they are sent
+                self._write(_REMARKS.get(event.finish_reason, "\n"))
+
+    def _allowed(self, call: ToolCall) -> bool:
+        """Built-in tools only compute and read what the user gave; others may do anything."""
+        if call.name in ("calculator", "datetime", "search_documents"):
+            return True
+        answer = self._read(harmless(f"run {call.name} {_short(call.arguments, 300)}? [y/N] "))
+        return answer.strip().lower() in ("y", "yes")
+
     def _system(self, text: str) -> None:
         has_one = bool(self.messages) and self.messages[0]["role"] == "system"
         if text:
@@ -176,6 +203,11 @@ class Repl:
             f"chat:       {len(self.messages)} messages, "
             f"{usage.total_tokens:,} of {self.llm.max_model_len:,} tokens of context\n"
         )
+
+
+def _short(text: str, length: int = 200) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def _read_line(prompt: str) -> str:

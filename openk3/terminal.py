@@ -1,17 +1,22 @@
-"""What a command owes the terminal it runs in: a spinner while it loads, Ctrl-C that stops a reply, and clean text."""
+"""What a command owes the terminal it runs in: a spinner while it loads, Ctrl-C that stops a reply, clean text."""
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from openk3.responses import Stream
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")]
 
 _SPINNER_AFTER_S = 2.0
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -63,3 +68,7 @@ def ctrl_c_stops(stream: Stream) -> Iterator[None]:
 def harmless(text: str) -> str:
     """Text without control characters: a model may repeat escape sequences that a document holds."""
     return text.translate(_CONTROLS)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))

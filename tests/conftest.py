@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +17,16 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nor may one see the keys and files of the user's own server.
+os.environ["OPENK3_STATE"] = tempfile.mkdtemp(prefix="openk3-state-")
+
 from openk3.config import ModelConfig, preset
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
     from openk3.model import K3ForCausalLM
+
+atexit.register(shutil.rmtree, os.environ["OPENK3_STATE"], ignore_errors=True)
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> K3ForCausalLM:

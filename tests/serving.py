@@ -58,7 +58,7 @@ def byte_tokenizer(directory: Path) -> None:
 
 
 def debug_app(**options: Any) -> FastAPI:
-    return create_app(debug_llm, model_name=MODEL, web=False, owns_model=False, **options)
+    return create_app(debug_llm, **({"model_name": MODEL, "web": False, "owns_model": False} | options))
 
 
 @contextmanager

@@ -24,7 +24,10 @@ from openk3.weights import default_model
 if TYPE_CHECKING:
     from openk3.llm import LLM
 
-COMMANDS = ("pull", "models", "quantize", "generate", "chat", "render", "serve", "doctor")
+COMMANDS = (
+    *("pull", "models", "quantize", "generate", "chat", "render", "search", "serve", "mcp", "keys", "usage"),
+    "doctor",
+)
 SHORT = {"temperature": 0, "max_tokens": 6}
 
 
@@ -187,7 +190,12 @@ def test_generate_json(tiny: LLM) -> None:
     expected = tiny.chat([{"role": "user", "content": "hello"}], **SHORT)
     assert answer["model"] == str(tiny.model_dir)
     assert (answer["text"], answer["finish_reason"]) == (expected.text, "length")
-    assert answer["usage"] == {"prompt_tokens": 23, "cached_tokens": 0, "completion_tokens": 6}
+    assert answer["usage"] == {
+        "prompt_tokens": 23,
+        "cached_tokens": 0,
+        "completion_tokens": 6,
+        "reasoning_tokens": 0,
+    }
     assert set(answer["timings"]) == {"queue_s", "ttft_s", "total_s", "tokens_per_second"}
 
 
@@ -300,12 +308,16 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert k3("serve").exit_code == 0
     k3(
         "serve", "-m", "x", "--host", "0.0.0.0", "-p", "9", "--name", "n", "--no-web", "--threads", "2",
-        "--allowed-host", "a", "--allowed-host", "b", "--weights", "int8",
+        "--allowed-host", "a", "--allowed-host", "b", "--weights", "int8", "--max-queue", "7", "--log", "json",
+        "--mcp", "m.json", "--mcp-endpoint", "--kv-cache-mb", "64",
     )  # fmt: skip
     defaults = {"host": "127.0.0.1", "port": 8000, "model_name": None, "web": True, "num_threads": None}
+    defaults |= {"max_queue": 256, "log_format": "auto", "mcp_config": None, "mcp_endpoint": False}
     assert calls[0] == ("smollm2-135m", {**defaults, "allowed_hosts": (), "engine": EngineConfig()})
     given = {"host": "0.0.0.0", "port": 9, "model_name": "n", "web": False, "num_threads": 2}
-    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"], "engine": EngineConfig(weights="int8")})
+    given |= {"max_queue": 7, "log_format": "json", "mcp_config": Path("m.json"), "mcp_endpoint": True}
+    engine = EngineConfig(weights="int8", kv_cache_bytes=64 << 20)
+    assert calls[1] == ("x", {**given, "allowed_hosts": ["a", "b"], "engine": engine})
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

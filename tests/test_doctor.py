@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -175,8 +176,21 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_machine_without_compiled_kernels_uses_torch() -> None:
+    """Numba's switch stands for all that the kernels may lack: the first answer comes from PyTorch, and says so."""
+    ask = "import openk3\nwith openk3.load('smollm2-135m') as llm: print(llm.generate(prompt='Hello', max_tokens=2))"
+    code = f"from openk3.doctor import check_kernels\nprint(check_kernels(2, {{}}).found)\n{ask}\n"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("not used, as NUMBA_DISABLE_JIT is set: PyTorch runs the models")
+    assert "finish_reason='length'" in run.stdout
+
+
 def test_default_threads() -> None:
-    assert default_threads({"OMP_NUM_THREADS": "3"}) == 3
+    assert default_threads({"OMP_NUM_THREADS": "3"}) == default_threads({"OMP_NUM_THREADS": "003"}) == 3
+    assert default_threads({"OMP_NUM_THREADS": "40000"}) == default_threads({"OMP_NUM_THREADS": "9" * 6000}) == 256
     assert default_threads({}) == default_threads({"OMP_NUM_THREADS": "0"}) == usable_cores() >= 1
 
 

@@ -81,7 +81,7 @@ def test_shell_examples(command: str, environment: dict[str, str]) -> None:
     assert done.stdout.strip() or done.stderr.strip()
 
 
-@pytest.mark.parametrize(("language", "block"), HTTP, ids=["openai client", "curl"])
+@pytest.mark.parametrize(("language", "block"), HTTP, ids=[f"{language} {i}" for i, (language, _) in enumerate(HTTP)])
 def test_http_examples(language: str, block: str, server: str, environment: dict[str, str]) -> None:
     block = block.replace(ADDRESS, server)
     if language == "sh":
@@ -92,7 +92,7 @@ def test_http_examples(language: str, block: str, server: str, environment: dict
         command = [sys.executable, "-c", block]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert ('"text"' if language == "sh" else "tokens") in done.stdout
+    assert ('"usage"' if language == "sh" else "tokens") in done.stdout
 
 
 def test_files_named_in_the_readme_exist() -> None:

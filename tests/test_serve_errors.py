@@ -83,12 +83,14 @@ def test_unknown_model(url: str, path: str, body: dict[str, Any]) -> None:
 
 
 def test_unknown_route(url: str) -> None:
-    for method, path in [("GET", "/v1/nothing"), ("POST", "/v1/responses"), ("GET", "/nothing"), ("DELETE", "/v1")]:
+    for method, path in [("GET", "/v1/nothing"), ("POST", "/v1/nothing/more"), ("GET", "/nothing"), ("DELETE", "/v1")]:
         response = httpx.request(method, f"{url}{path}")
         assert response.status_code == 404
         error = error_of(response)
         assert error["code"] == "unknown_url"
         assert f'Unknown request URL: {method} "{path}"' in error["message"]
+        for known in ("/v1/chat/completions", "/v1/responses/{response_id}", "/v1/messages", "/health"):
+            assert known in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,9 @@ def test_unknown_route(url: str) -> None:
         ("DELETE", "/v1/models/debug", "GET"),
         ("POST", "/health", "GET, HEAD"),
         ("DELETE", "/metrics", "GET"),
+        ("PATCH", "/v1/responses/resp_1", "DELETE, GET"),
+        ("PATCH", "/v1/responses/input_tokens", "POST"),
+        ("QUERY", "/tokenize", "POST"),
     ],
 )
 def test_wrong_method(url: str, method: str, path: str, allowed: str) -> None:

@@ -139,7 +139,7 @@ async def test_no_more_than_the_limit_is_read() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("what an app may do when its client is gone")
 
-    scope: dict[str, Any] = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    scope: dict[str, Any] = {"type": "http", "path": "/", "headers": [(b"transfer-encoding", b"chunked")]}
     await BodyLimit(app, max_bytes=50_500)(scope, receive, send)
     assert sum(given) == 50_000
     assert sent[0]["status"] == 413

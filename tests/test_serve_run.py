@@ -6,15 +6,19 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import debug_llm, sse
+from serving import debug_llm, sse, until
 
-from openk3.serve.app import not_a_websocket, run
+from openk3.serve.app import run
+from openk3.serve.logs import not_a_websocket
 
 ENDLESS: dict[str, Any] = {
     "model": "debug",
@@ -69,6 +73,39 @@ def test_ctrl_c_ends_the_server_in_order(caplog: pytest.LogCaptureFixture) -> No
     assert "POST /v1/completions 200" in caplog.text
     assert "hunter2" not in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
+    """As a service manager stops it: the stream under way ends properly, the process by the signal."""
+    port = free_port()
+    program = (
+        "import sys; from openk3.serve.app import run; "
+        "run(sys.argv[1], port=int(sys.argv[2]), model_name='debug', web=False)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(debug_llm().model_dir), str(port)],
+        env=os.environ | {"OPENK3_STATE": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(ready)
+    text = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as response:
+        for piece in response.iter_text():
+            if not text:
+                process.send_signal(signal.SIGTERM)
+            text += piece
+    events = sse(text)
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_a_taken_port() -> None:

@@ -90,6 +90,8 @@ def test_metrics(url: str) -> None:
     list(client(url).chat.completions.create(**body | bias, stream=True, n=2))
     httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"temperature": 9})
     httpx.get(f"{url}/v1/../secret/path")
+    httpx.get(f"{url}/v1/responses/resp_1")
+    httpx.get(f"{url}/v1/responses/resp_2")
     until(lambda: idle(debug_llm()))
     after = metrics(url)
 
@@ -98,6 +100,9 @@ def test_metrics(url: str) -> None:
 
     assert grown('openk3_http_requests_total{endpoint="/v1/chat/completions",status="200"}') == 3
     assert grown('openk3_http_requests_total{endpoint="/v1/chat/completions",status="400"}') == 1
+    # By the route, whatever the ids: a label for every id would fill the memory of whoever scrapes.
+    assert grown('openk3_http_requests_total{endpoint="/v1/responses/{response_id}",status="404"}') == 2
+    assert not any("resp_1" in name for name in after)
     assert grown('openk3_tokens_total{kind="completion"}') == 20
     assert grown('openk3_tokens_total{kind="prompt"}') == 4 * len(debug_llm().tokenizer.encode_chat(body["messages"]))
     assert grown('openk3_requests_finished_total{reason="length"}') == 4

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from serving import until
 from web_browser import ANSWER, BLOCK, BOX, ask, chromium, expect, needs_browser, settle, watched_page
-from web_chat import LONG, SHORT, Chat, served_chat
+from web_chat import LONG, SHORT, Chat, finished, served_chat
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = needs_browser
 
@@ -81,11 +81,10 @@ def test_escape_stops_and_shift_enter_makes_a_line(page: Page, chat: Chat) -> No
     assert question.content == "one\ntwo" and answer.status == "stopped"
 
 
-def test_regenerate_replaces_the_last_answer(page: Page, chat: Chat) -> None:
+def test_regenerating_adds_a_version_with_a_switch(page: Page, chat: Chat) -> None:
     conversation = chat.conversation("first", "answer one", "second", "answer two")
     page.goto(chat.link(conversation))
     expect(page.locator(".message-assistant")).to_have_count(2)
-    expect(page.locator("[aria-label='Regenerate answer']:visible")).to_have_count(1)
     page.locator(".message-assistant").last.locator("[aria-label='Regenerate answer']").click()
     expect(page.locator(".message-assistant").last).not_to_contain_text("answer two")
     settle(page)
@@ -93,6 +92,14 @@ def test_regenerate_replaces_the_last_answer(page: Page, chat: Chat) -> None:
     assert [m.role for m in messages] == ["user", "assistant"] * 2
     assert messages[1].content == "answer one" and messages[3].content != "answer two"
     assert messages[3].stats is not None and messages[3].stats.completion_tokens == SHORT.max_tokens
+    last = page.locator(".message-assistant").last
+    expect(last.locator(".version")).to_have_text("2/2")
+    expect(last.get_by_label("Next version")).to_be_disabled()
+    last.get_by_label("Previous version").click()
+    expect(last.locator(".prose")).to_have_text("answer two")
+    expect(last.locator(".version")).to_have_text("1/2")
+    page.reload()
+    expect(page.locator(ANSWER).last).to_have_text("answer two")
 
 
 def test_edit_needs_a_save_and_answers_anew(page: Page, chat: Chat) -> None:
@@ -115,27 +122,35 @@ def test_edit_needs_a_save_and_answers_anew(page: Page, chat: Chat) -> None:
     messages = chat.store.messages(conversation.id)
     assert [m.content for m in messages if m.role == "user"] == ["first, better"]
     assert len(messages) == 2 and messages[1].status == "complete"
+    page.locator(".message-user").first.hover()
+    page.get_by_label("Previous version").first.click()
+    expect(page.locator(".message")).to_have_count(4)
+    expect(page.locator(ANSWER).last).to_have_text("answer two")
+
+
+def pick(page: Page, row: Locator, item: str) -> None:
+    """Pick an item of a conversation's menu."""
+    row.hover()
+    row.get_by_label("More for").click()
+    page.get_by_role("menuitem", name=item).click()
 
 
 def test_rename_and_delete_ask_first(page: Page, chat: Chat) -> None:
     kept, doomed = chat.conversation("kept", "a"), chat.conversation("doomed", "b")
     page.goto(chat.link(doomed))
     row = page.locator(".conversation", has=page.locator(f"[data-conversation='{doomed.id}']"))
-    row.hover()
-    row.locator("[aria-label^='Rename']").click()
-    expect(page.locator(".dialog input")).to_have_value("doomed")
-    page.fill(".dialog input", "named anew")
+    pick(page, row, "Rename")
+    expect(page.locator(".q-dialog input")).to_have_value("doomed")
+    page.fill(".q-dialog input", "named anew")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator("h1")).to_have_text("named anew")
     expect(row).to_contain_text("named anew")
-    row.hover()
-    row.locator("[aria-label^='Delete']").click()
+    pick(page, row, "Delete")
     page.get_by_role("button", name="Cancel").click()
-    expect(page.locator(".dialog")).to_have_count(0)
+    expect(page.locator(".q-dialog")).to_have_count(0)
     assert chat.store.conversation(doomed.id)
-    row.hover()
-    row.locator("[aria-label^='Delete']").click()
-    page.locator(".dialog").get_by_role("button", name="Delete").click()
+    pick(page, row, "Delete")
+    page.locator(".q-dialog .dialog").get_by_role("button", name="Delete").click()
     expect(row).to_have_count(0)
     expect(page.locator(".welcome")).to_be_visible()
     assert chat.store.conversation(doomed.id) is None and chat.store.messages(doomed.id) == []
@@ -189,13 +204,13 @@ def test_files_become_chips_and_part_of_the_prompt(page: Page, chat: Chat, tmp_p
     good, binary, large = tmp_path / "notes.txt", tmp_path / "photo.txt", tmp_path / "large.csv"
     good.write_text("the river is 63 km long\n", encoding="utf-8")
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    large.write_bytes(b"1,2\n" * 300_000)
+    large.write_bytes(b"1,2\n" * 4_500_000)
     page.set_input_files("#composer-file", [good])
     expect(page.locator(".composer .chip")).to_contain_text("notes.txt")
     page.set_input_files("#composer-file", [binary])
-    expect(page.locator(".toast").first).to_contain_text("“photo.txt” is an image.")
+    expect(page.locator(".toast").first).to_contain_text("“photo.txt”: it is an image; what can be read is")
     page.set_input_files("#composer-file", [large])
-    expect(page.locator(".toast").first).to_contain_text("“large.csv” is too large (1.1 MB).")
+    expect(page.locator(".toast").first).to_contain_text("“large.csv” is too large (17.2 MB).")
 
     drop = """() => {
         const data = new DataTransfer();
@@ -294,7 +309,7 @@ def test_new_chat_by_key_back_button_and_code_copy(browser: Browser, chat: Chat)
         assert page.evaluate("navigator.clipboard.readText()") == "print('hi')\n"
         page.click("[aria-label='Copy answer']")
         page.wait_for_function("navigator.clipboard.readText().then(text => text.startsWith('```python'))")
-        page.keyboard.press("Control+k")
+        page.keyboard.press("Control+Shift+O")
         expect(page.locator(".welcome")).to_be_visible()
         expect(page.locator(BOX)).to_be_focused()
         page.go_back()
@@ -310,11 +325,23 @@ def test_long_histories_open_at_their_end(page: Page, chat: Chat) -> None:
     page.goto(chat.link(conversation))
     expect(page.locator(".message")).to_have_count(40)
     expect(page.locator(".message").last).to_be_in_viewport()
-    page.get_by_role("button", name="Show earlier messages (60)").click()
-    expect(page.locator(".message")).to_have_count(80)
-    page.get_by_role("button", name="Show earlier messages (20)").click()
-    expect(page.locator(".message")).to_have_count(100)
+    for count in (60, 80, 100):
+        first = page.locator(".message").first.get_attribute("data-message")
+        page.evaluate("document.querySelector('.scroller').scrollTop = 0")
+        expect(page.locator(".message")).to_have_count(count)
+        expect(page.locator(f"[data-message='{first}']")).to_be_in_viewport()
     expect(page.locator(".earlier")).not_to_be_visible()
+    watch = """() => {
+        window.changed = 0;
+        const observer = new MutationObserver((changes) => { window.changed += changes.length; });
+        for (const message of document.querySelectorAll(".message"))
+            observer.observe(message, {subtree: true, childList: true, characterData: true});
+    }"""
+    page.evaluate(watch)
+    ask(page, "one more")
+    settle(page)
+    expect(page.locator(".message")).to_have_count(102)
+    assert page.evaluate("window.changed") == 0, "an answer draws nothing but itself"
     expect(page.locator(".conversation")).to_have_count(60)
     page.get_by_role("button", name="Show all").click()
     expect(page.locator(".conversation")).to_have_count(len(chat.store.conversations()))
@@ -335,3 +362,88 @@ def test_on_a_phone_the_list_is_a_drawer_and_nothing_overflows(browser: Browser,
         page.get_by_role("button", name="New chat").tap()
         expect(page.locator(".welcome")).to_be_visible()
         expect(page.locator("#sidebar")).not_to_be_visible()
+
+
+def test_the_usage_page_shows_figures_and_manages_keys(page: Page, chat: Chat) -> None:
+    conversation = chat.conversation()
+    page.goto(chat.link(conversation))
+    ask(page, "count this")
+    settle(page)
+    page.get_by_role("link", name="Usage").click()
+    expect(page.locator("h1")).to_have_text("Usage")
+    labels, values = (page.locator(f".tile {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    tiles = dict(zip(labels, values, strict=True))
+    assert int(tiles["Tokens written"].replace(",", "")) >= SHORT.max_tokens
+    assert re.fullmatch(r"[\d.]+ tokens/s", tiles["Median speed of an answer"])
+    row = page.get_by_role("row", name=re.compile(r"^\d{4}-\d\d-\d\d . web "))
+    assert int(row.locator(".count").last.inner_text().replace(",", "")) >= SHORT.max_tokens
+    page.get_by_label("Name", exact=True).fill("laptop <b>")
+    page.get_by_role("button", name="Create key").click()
+    text = page.locator(".key-text code").inner_text()
+    key = chat.app.state.keys.check(text)
+    assert key is not None and key.name == "laptop <b>"
+    page.get_by_role("row", name="laptop <b>").get_by_role("button", name="Revoke").click()
+    page.locator(".q-dialog").get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("row", name="laptop <b>")).to_contain_text("revoked")
+    assert chat.app.state.keys.check(text) is None
+    page.reload()
+    expect(page.locator(".key-text")).to_have_count(0)
+
+
+def test_chinese_readers_get_chinese_and_can_switch(browser: Browser, chat: Chat) -> None:
+    with watched_page(browser, chat.url, locale="zh-CN") as page:
+        page.goto(chat.url)
+        expect(page.get_by_role("button", name="新对话")).to_be_visible()
+        expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
+        page.click("#language")
+        expect(page.get_by_role("button", name="New chat")).to_be_visible()
+        expect(page.locator("html")).to_have_attribute("lang", "en")
+
+
+def test_search_opens_the_message_on_whatever_branch_it_is(page: Page, chat: Chat) -> None:
+    texts = [f"ordinary {i}" for i in range(100)]
+    texts[5] = "the capybara swims"
+    conversation = chat.conversation(*texts)
+    first = chat.store.messages(conversation.id)[0]
+    chat.store.save_reply(finished(chat.store.begin_edited(first.id, "other"), "another branch"))
+    page.goto(chat.url)
+    page.keyboard.press("Control+k")
+    page.keyboard.type("CAPYBARA")
+    row = page.locator(".conversation-link")
+    expect(row).to_have_count(1)
+    expect(row.locator(".conversation-snippet")).to_have_text("the capybara swims")
+    row.click()
+    expect(page.locator(".message", has_text="the capybara swims")).to_be_in_viewport()
+    page.locator("#search").fill("no such words")
+    expect(page.locator(".empty")).to_have_text("Nothing found for “no such words”.")
+    page.locator("#search").press("Escape")
+    expect(page.locator(".conversation").nth(1)).to_be_visible()
+
+
+def test_exports_pins_and_the_keyboard(page: Page, chat: Chat) -> None:
+    older, newer = chat.conversation("older one", "yes"), chat.conversation("newer one", "**no**")
+    page.goto(chat.link(newer))
+    row = page.locator(".conversation", has=page.locator(f"[data-conversation='{older.id}']"))
+    pick(page, row, "Pin")
+    expect(page.locator(".group").first).to_have_text("Pinned")
+    expect(page.locator(".conversation").first).to_contain_text("older one")
+    row = page.locator(".conversation", has=page.locator(f"[data-conversation='{newer.id}']"))
+    with page.expect_download() as download:
+        pick(page, row, "Export as Markdown")
+    assert download.value.suggested_filename == "newer one.md"
+    assert download.value.path().read_text() == "# newer one\n\n## You\n\nnewer one\n\n## Answer\n\n**no**\n"
+    page.locator("h1").click()
+    page.keyboard.press("Alt+ArrowUp")
+    expect(page.locator("h1")).to_have_text("older one")
+    page.keyboard.press("Alt+ArrowDown")
+    expect(page.locator("h1")).to_have_text("newer one")
+    page.locator("h1").click()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#help")).not_to_be_visible()
+    page.fill(BOX, "")
+    page.focus(BOX)
+    page.keyboard.type("why?")
+    expect(page.locator(BOX)).to_have_value("why?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from web_chat import endless_llm, served_chat
 
 from openk3.serve.app import create_app
 from openk3.serve.web import StoreError, mount
+from openk3.serve.web.records import ToolUse
 
 
 def test_several_applications_keep_apart(tmp_path: Path) -> None:
@@ -27,10 +29,14 @@ def test_several_applications_keep_apart(tmp_path: Path) -> None:
 def test_a_server_that_was_killed_shows_interrupted_replies(tmp_path: Path) -> None:
     with served_chat(tmp_path / "c.sqlite3") as chat:
         conversation = chat.conversation()
-        chat.store.begin_turn(conversation.id, "question")
+        reply = chat.store.begin_turn(conversation.id, "question")
+        call = ToolUse("a", "calculator", "{}", status="asking")
+        chat.store.save_reply(replace(reply, content="half", work=(call,)))
     with served_chat(tmp_path / "c.sqlite3") as chat:
         assert chat.store.messages(conversation.id)[-1].status == "interrupted"
-        assert "Interrupted: the server went down" in httpx.get(chat.link(conversation)).text
+        page = httpx.get(chat.link(conversation)).text
+        assert "Interrupted: the server went down" in page
+        assert 'data-status=\\"skipped\\"' in page, "a call that waited for its yes does not wait any more"
 
 
 def test_a_bad_conversation_file_stops_the_server_with_a_sentence(tmp_path: Path) -> None:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from serving import idle, until
-from web_chat import LONG, SHORT, endless_llm
+from web_chat import LONG, SHORT, endless_llm, happens, nobody
 
+from openk3.serve.web.records import Attachment, ConversationBusyError, Message
 from openk3.serve.web.replies import Event, ModelNotReadyError, Replies
-from openk3.serve.web.store import Attachment, ConversationBusyError, Message, Store
+from openk3.serve.web.store import Store
 
 
 @pytest.fixture
 async def replies(tmp_path: Path) -> AsyncIterator[Replies]:
-    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm)
+    replies = Replies(Store(tmp_path / "chat.sqlite3"), endless_llm, nobody)
     yield replies
     await replies.close()
     replies.store.close()
     await asyncio.to_thread(until, lambda: idle(endless_llm()))
-
-
-async def happens(replies: Replies, condition: Callable[[], object]) -> None:
-    """Wait until `condition`, which may change with any event, holds."""
-    changed = asyncio.Event()
-    unsubscribe = replies.subscribe(lambda event: changed.set())
-    async with asyncio.timeout(60):
-        while not condition():
-            await changed.wait()
-            changed.clear()
-    unsubscribe()
 
 
 async def finished(replies: Replies, conversation_id: str) -> Message:
@@ -109,6 +99,8 @@ async def test_regenerate_and_edit_answer_anew(replies: Replies) -> None:
     await finished(replies, chat)
     assert replies.store.messages(chat)[0].content == "one, better"
     assert len(replies.store.messages(chat)) == 2
+    replies.select(chat, first.id)
+    assert [m.content for m in replies.messages(chat)][::2] == ["one", "two"]
 
 
 async def test_delete_in_mid_stream(replies: Replies) -> None:
@@ -149,7 +141,7 @@ async def test_a_prompt_beyond_the_context_fails_with_a_sentence(replies: Replie
 
 
 async def test_before_the_model_is_there_nothing_is_stored(replies: Replies) -> None:
-    waiting = Replies(replies.store, lambda: None)
+    waiting = Replies(replies.store, lambda: None, nobody)
     chat = replies.store.create("c", SHORT).id
     attempts = (lambda: waiting.send(chat, "hello"), lambda: waiting.regenerate(chat), lambda: waiting.edit(1, "x"))
     for attempt in attempts:

@@ -14,16 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from openk3.serve.web.settings import ChatSettings
-from openk3.serve.web.store import (
+from openk3.serve.web import schema
+from openk3.serve.web.records import (
     Attachment,
     ConversationBusyError,
     ConversationGoneError,
     ReplyStats,
-    Store,
+    Said,
     StoreError,
+    Thinking,
+    ToolUse,
     title_from,
 )
+from openk3.serve.web.settings import ChatSettings
+from openk3.serve.web.store import Store
 
 
 @pytest.fixture
@@ -81,19 +85,32 @@ def test_the_most_recent_conversation_comes_first(store: Store) -> None:
         store.rename(second.id, " \n")
 
 
-def test_regenerate_replaces_only_the_last_reply(store: Store) -> None:
+def test_regenerating_adds_a_version_beside_the_old_answer(store: Store) -> None:
     chat = store.create("c", ChatSettings()).id
     with pytest.raises(ConversationGoneError, match="no question"):
         store.begin_again(chat)
     turn(store, chat, "q1", "a1")
     turn(store, chat, "q2", "a2")
+    old = store.messages(chat)[-1]
     reply = store.begin_again(chat)
     assert texts(store, chat) == ["q1", "a1", "q2", ""]
     store.save_reply(replace(reply, content="a3", status="stopped"))
     assert texts(store, chat) == ["q1", "a1", "q2", "a3"]
+    assert store.messages(chat)[-1].siblings == (old.id, reply.id) == reply.siblings
+    first = store.messages(chat)[1]
+    again = store.begin_again(chat, first.id)
+    assert texts(store, chat) == ["q1", ""] and again.siblings == (first.id, again.id)
+    store.save_reply(replace(again, content="b1", status="complete"))
+    store.select(first.id)
+    assert texts(store, chat) == ["q1", "a1", "q2", "a3"], "a branch is shown down to its newest message"
+    store.select(old.id)
+    assert texts(store, chat) == ["q1", "a1", "q2", "a2"]
+    turn(store, chat, "q3", "a4")
+    assert texts(store, chat) == ["q1", "a1", "q2", "a2", "q3", "a4"], "the chat goes on where it is shown"
+    assert [m.content for m in store.tree(chat)] == ["q1", "a1", "q2", "a2", "a3", "b1", "q3", "a4"]
 
 
-def test_an_edit_drops_what_follows(store: Store) -> None:
+def test_an_edit_adds_a_version_beside_the_old_question(store: Store) -> None:
     chat = store.create("c", ChatSettings()).id
     reply = store.begin_turn(chat, "q1", [Attachment("f", "t")])
     store.save_reply(replace(reply, content="a1", status="complete"))
@@ -101,9 +118,158 @@ def test_an_edit_drops_what_follows(store: Store) -> None:
     first = store.messages(chat)[0]
     reply = store.begin_edited(first.id, "q1 better")
     assert texts(store, chat) == ["q1 better", ""]
-    assert store.messages(chat)[0].attachments == first.attachments
+    better = store.messages(chat)[0]
+    assert better.attachments == first.attachments and better.siblings == (first.id, better.id)
+    store.select(first.id)
+    assert texts(store, chat) == ["q1", "a1", "q2", "a2"]
     with pytest.raises(ConversationGoneError, match="message was deleted"):
         store.begin_edited(reply.id, "an answer is not a question")
+    with pytest.raises(ConversationGoneError, match="message was deleted"):
+        store.select(99)
+
+
+def test_a_reply_keeps_its_thinking_and_its_calls(store: Store) -> None:
+    chat = store.create("c", ChatSettings()).id
+    reply = store.begin_turn(chat, "q")
+    work = (
+        Thinking("hm, 想", 1.5),
+        Said("let me see"),
+        ToolUse("id1", "calculator", '{"expression": "1+1"}', 0, "done", "2", 0.01),
+        ToolUse("id2", "datetime", "{", 1),
+    )
+    assert store.save_reply(replace(reply, content="2", work=work))
+    assert Store(store.path).messages(chat)[-1].work == work
+
+
+def test_search_finds_titles_and_messages_of_every_branch(store: Store) -> None:
+    rivers, other = store.create("Rivers of Chile", ChatSettings()), store.create("Other", ChatSettings())
+    turn(store, rivers.id, "How long is the Loa?", "It is 440 km long. STRASSE 100% a_b")
+    turn(store, other.id, "早上好，你好吗？", "我很好")
+    regenerated = store.begin_again(rivers.id)
+    store.save_reply(replace(regenerated, content="shorter", status="complete"))
+
+    def found(words: str) -> list[tuple[str, bool]]:
+        return [(item.conversation.title, item.message_id is not None) for item in store.search(words)]
+
+    assert found("CHILE") == [("Rivers of Chile", False)]
+    assert found("440 KM") == [("Rivers of Chile", True)], "the answer is on a branch that is not shown"
+    assert found("straße") == [("Rivers of Chile", True)]
+    assert found("你好") == [("Other", True)]
+    assert found("100%") == [("Rivers of Chile", True)] and found("aXb") == found("1000%") == []
+    assert found("loa 440") == [], "all words in one message"
+    assert found("  ") == []
+    assert store.search("440")[0].text.startswith("It is 440 km")
+    assert {title for title, _ in found("o")} == {"Rivers of Chile", "Other"}
+
+
+def test_pinned_conversations_come_first(store: Store) -> None:
+    first, second = store.create("first", ChatSettings()), store.create("second", ChatSettings())
+    store.pin(first.id, True)
+    turn(store, second.id, "q", "a")
+    assert [(c.title, c.pinned) for c in store.conversations()] == [("first", True), ("second", False)]
+    store.pin(first.id, False)
+    assert [c.title for c in store.conversations()] == ["second", "first"]
+
+
+def test_a_very_long_conversation_can_be_deleted(store: Store) -> None:
+    chat = store.create("c", ChatSettings()).id
+    with store._transaction() as db:
+        parent = None
+        for _ in range(1500):  # more than SQLite cascades through
+            parent = store._insert(db, chat, parent, "user", "x", (), "complete").id
+    assert len(store.messages(chat)) == 1500
+    store.delete(chat)
+    assert store.tree(chat) == []
+
+
+VERSION_1 = """
+CREATE TABLE conversations (
+    id TEXT PRIMARY KEY,
+    title TEXT NOT NULL,
+    settings TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    updated_at REAL NOT NULL
+);
+CREATE TABLE messages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    conversation_id TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
+    role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+    content TEXT NOT NULL,
+    attachments TEXT NOT NULL DEFAULT '[]',
+    status TEXT NOT NULL CHECK (status IN ('complete', 'streaming', 'stopped', 'interrupted', 'failed')),
+    error TEXT NOT NULL DEFAULT '',
+    stats TEXT NOT NULL DEFAULT '',
+    created_at REAL NOT NULL
+);
+CREATE INDEX messages_in_order ON messages(conversation_id, id);
+CREATE UNIQUE INDEX one_running_reply ON messages(conversation_id) WHERE status = 'streaming';
+INSERT INTO conversations VALUES ('a', 'One', '{"temperature": 0.5, "seed": 7, "system_prompt": "Be kind."}', 1.5, 2.5);
+INSERT INTO conversations VALUES ('b', 'Two', '{}', 1.0, 3.0);
+INSERT INTO conversations VALUES ('empty', 'Empty', '{}', 0.5, 0.5);
+INSERT INTO messages
+VALUES (1, 'a', 'user', 'q1', '[{"name": "f.txt", "text": "t", "tokens": 1}]', 'complete', '', '', 10);
+INSERT INTO messages VALUES (2, 'b', 'user', '你好', '[]', 'complete', '', '', 11);
+INSERT INTO messages
+VALUES (3, 'a', 'assistant', 'a1', '[]', 'stopped', '', '{"completion_tokens": 3, "prompt_tokens": 5}', 12);
+INSERT INTO messages VALUES (4, 'b', 'assistant', 'half', '[]', 'streaming', '', '', 13);
+INSERT INTO messages VALUES (7, 'a', 'user', 'q2', '[]', 'complete', '', '', 14);
+INSERT INTO messages VALUES (9, 'a', 'assistant', '', '[]', 'failed', 'Too long.', '', 15);
+PRAGMA user_version = 1;
+"""
+
+
+def version_1(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.executescript(VERSION_1)
+    db.close()
+
+
+def test_a_file_of_version_1_is_upgraded_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "chat.sqlite3"
+    version_1(path)
+    store = Store(path)
+    assert [(c.id, c.title, c.created_at, c.updated_at, c.pinned) for c in store.conversations()] == [
+        ("b", "Two", 1.0, 3.0, False),
+        ("a", "One", 1.5, 2.5, False),
+        ("empty", "Empty", 0.5, 0.5, False),
+    ]
+    one = store.conversation("a")
+    assert one is not None
+    assert one.settings == ChatSettings(temperature=0.5, seed=7, system_prompt="Be kind.")
+    messages = store.messages("a")
+    assert [(m.id, m.parent_id, m.role, m.content, m.status, m.error, m.created_at) for m in messages] == [
+        (1, None, "user", "q1", "complete", "", 10),
+        (3, 1, "assistant", "a1", "stopped", "", 12),
+        (7, 3, "user", "q2", "complete", "", 14),
+        (9, 7, "assistant", "", "failed", "Too long.", 15),
+    ]
+    assert messages[0].attachments == (Attachment("f.txt", "t", 1),)
+    assert messages[1].stats == ReplyStats(completion_tokens=3, prompt_tokens=5)
+    assert store.messages("empty") == []
+    assert store.recover() == 1
+    assert [(m.content, m.status) for m in store.messages("b")] == [("你好", "complete"), ("half", "interrupted")]
+    turn(store, "empty", "q", "a")
+    store.save_reply(replace(store.begin_again("a"), content="better", status="complete"))
+    assert texts(store, "a") == ["q1", "a1", "q2", "better"]
+    fresh = Store(tmp_path / "fresh.sqlite3")
+    tables = "SELECT sql FROM sqlite_master ORDER BY name"
+    upgraded, new = ([" ".join(str(r[0]).split()) for r in s._rows(tables)] for s in (store, fresh))
+    assert upgraded == new
+
+
+def test_an_upgrade_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.sqlite3"
+    version_1(path)
+    with sqlite3.connect(path) as db:
+        before = list(db.iterdump())
+    monkeypatch.setattr(schema, "STEPS", (*schema.STEPS[:-1], schema.STEPS[-1] + "; SELECT no_such_thing"))
+    with pytest.raises(StoreError, match="no_such_thing"):
+        Store(path)
+    with sqlite3.connect(path) as db:
+        assert list(db.iterdump()) == before
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    monkeypatch.undo()
+    assert texts(Store(path), "a") == ["q1", "a1", "q2", ""]
 
 
 def test_one_reply_at_a_time(store: Store) -> None:
@@ -218,6 +384,9 @@ def test_a_killed_server_leaves_a_sound_file(tmp_path: Path) -> None:
         for answer in messages[1:-1:2]:
             assert answer.content == "word " * 20
         store.save_reply(replace(store.begin_again(conversation.id), content="anew", status="complete"))
+        assert messages[-1].content in [m.content for m in store.tree(conversation.id)], (
+            "the cut answer stays beside it"
+        )
 
 
 def test_files_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
@@ -229,13 +398,13 @@ def test_files_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.sqlite3"
     with sqlite3.connect(foreign) as db:
         db.execute("CREATE TABLE other (x)")
-    with pytest.raises(StoreError, match="no chat history of version 1"):
+    with pytest.raises(StoreError, match="no chat history of version 2 or older"):
         Store(foreign)
     newer = tmp_path / "newer.sqlite3"
     Store(newer).close()
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="no chat history of version 1"):
+    with pytest.raises(StoreError, match="no chat history of version 2 or older"):
         Store(newer)
     with pytest.raises(StoreError, match="cannot open"):
         Store(garbage / "below-a-file")

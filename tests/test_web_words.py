@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openk3.chat.history import check_tool_history
 from openk3.chat.messages import validate_messages
+from openk3.serve.web.export import as_json, as_markdown, file_name
+from openk3.serve.web.message_view import ReplyRenderer, user_view
 from openk3.serve.web.prompt import model_messages
+from openk3.serve.web.records import Attachment, Conversation, Message, ReplyStats, Said, Thinking, ToolUse
 from openk3.serve.web.render import StreamingMarkdown, render_blocks
-from openk3.serve.web.settings import FIELDS, SYSTEM_PROMPT_LIMIT, ChatSettings
-from openk3.serve.web.store import Attachment, Message
+from openk3.serve.web.settings import FIELDS, SYSTEM_PROMPT_LIMIT, ChatSettings, SettingError
+from openk3.serve.web.sidebar import snippet
 from openk3.serve.web.theme import ASSETS
-from openk3.serve.web.uploads import MAX_FILE_BYTES, UploadError, clean_name, read_text_file
+from openk3.serve.web.uploads import MAX_FILE_BYTES, UploadError, clean_name, read_file
+from openk3.serve.web.words import COOKIE, EN, ZH, Words, words_for
 
 # settings
 
@@ -65,22 +72,27 @@ def test_the_engine_takes_every_setting_the_page_allows() -> None:
     [
         (b"", "“a.txt” is empty."),
         (b" \n", "“a.txt” is empty."),
-        (b"%PDF-1.7 text", "“a.txt” is a PDF."),
-        (b"PK\x03\x04rest", "“a.txt” is a zip archive"),
-        (b"caf\xe9", "“a.txt” is not UTF-8 text. Save it as UTF-8"),
-        ("text".encode("utf-16"), "“a.txt” is not UTF-8 text."),
-        (b"a\0b", "“a.txt” is a binary file."),
-        (b"x" * (MAX_FILE_BYTES + 1), "“a.txt” is too large (1.0 MB). The limit is 1.0 MB per file."),
+        (b"%PDF-1.7 text", "“a.txt”: the PDF cannot be read"),
+        (b"PK\x03\x04rest", "“a.txt”: the Word document is damaged"),
+        (b"\x89PNG\r\n", "“a.txt”: it is an image; what can be read is"),
+        (b"a\0b", "“a.txt”: it is not text"),
+        (b"x" * (MAX_FILE_BYTES + 1), "“a.txt” is too large (16.0 MB). The limit is 16.0 MB per file."),
     ],
 )
 def test_refused_files_say_why(data: bytes, message: str) -> None:
     with pytest.raises(UploadError) as error:
-        read_text_file("/home/me/a.txt", data)
+        read_file("/home/me/a.txt", data)
     assert str(error.value).startswith(message)
 
 
 def test_text_files_are_decoded() -> None:
-    assert read_text_file("n.md", b"\xef\xbb\xbfone\r\ntwo\r\xe4\xb8\xad") == Attachment("n.md", "one\ntwo\n中")
+    assert read_file("n.md", b"\xef\xbb\xbfone\r\ntwo\r\xe4\xb8\xad") == Attachment("n.md", "one\ntwo\n中")
+
+
+def test_documents_become_text() -> None:
+    page = b"<html><head><title>t</title><script>x()</script></head><body><h1>Lease</h1><p>Rent: 900</p></body></html>"
+    text = read_file("lease.html", page).text
+    assert "# Lease" in text and "Rent: 900" in text and "x()" not in text
 
 
 def test_names_are_fit_to_show() -> None:
@@ -253,3 +265,113 @@ def test_text_has_enough_contrast(theme: str) -> None:
         ratio = contrast(colours[text], colours[background])
         assert ratio >= 4.5, f"{theme}: {text} on {background} has a contrast of {ratio:.2f}"
     assert contrast(colours["line-strong"], colours["bg-raised"]) >= 3, "borders of inputs must be seen"
+
+
+# calls in prompts
+
+
+def test_calls_are_told_with_their_results_round_by_round() -> None:
+    reply = Message(
+        2,
+        "c",
+        "assistant",
+        "It is 5.",
+        work=(
+            Thinking("hm", 1.0),
+            Said("I compute."),
+            ToolUse("a", "calculator", '{"expression": "2+3"}', 0, "done", "5"),
+            ToolUse("b", "datetime", "{}", 0, "denied", "no"),
+            ToolUse("c", "calculator", '{"expression": "5"}', 1, "skipped"),
+            ToolUse("d", "calculator", '{"expr', 1, "skipped"),
+        ),
+    )
+    turns = model_messages(ChatSettings(), [message("user", "2+3?"), reply])
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert turns[1]["content"] == "I compute." and turns[1]["reasoning_content"] == "hm"
+    assert [call["id"] for call in turns[1]["tool_calls"]] == ["a", "b"]
+    assert [turn["content"] for turn in turns if turn["role"] == "tool"] == ["5", "no", "This call was not run."]
+    assert [call["id"] for call in turns[4]["tool_calls"]] == ["c"], "a call that was cut cannot be told"
+    assert turns[-1] == {"role": "assistant", "content": "It is 5."}
+    validate_messages(turns)
+    check_tool_history(turns)
+
+
+def test_long_files_are_named_where_they_can_be_searched() -> None:
+    long, short = Attachment("long.md", "word " * 5000), Attachment("short.md", "brief")
+    question = message("user", "Why?", long, short)
+    (turn,) = model_messages(ChatSettings(tools=("search_documents",)), [question])
+    assert "brief" in turn["content"] and "word word" not in turn["content"]
+    assert "File `long.md`: 25000 characters. Look things up in it with search_documents." in turn["content"]
+    (turn,) = model_messages(ChatSettings(), [question])
+    assert "word word" in turn["content"]
+
+
+# words
+
+
+def test_both_languages_have_the_same_values_in_each_phrase() -> None:
+    for field in fields(Words):
+        english, chinese = (sorted(re.findall(r"{(\w*)", getattr(words, field.name))) for words in (EN, ZH))
+        assert english == chinese, field.name
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cookie", "code"),
+    [
+        ("", None, "en"),
+        ("zh-TW,zh;q=0.9,en;q=0.8", None, "zh-CN"),
+        ("de-DE,de;q=0.9,en;q=0.5,zh;q=0.7", None, "zh-CN"),
+        ("fr;q=x,en;q=0.5", None, "en"),
+        ("fr", None, "en"),
+        ("zh", "en", "en"),
+        ("en", "zh", "zh-CN"),
+        ("zh", "xx", "en"),
+    ],
+)
+def test_the_language_is_the_chosen_one_or_the_browsers(accepted: str, cookie: str | None, code: str) -> None:
+    cookies = {COOKIE: cookie} if cookie else {}
+    assert words_for({"accept-language": accepted}, cookies).code == code
+
+
+def test_errors_speak_the_readers_language() -> None:
+    with pytest.raises(SettingError) as error:
+        ChatSettings().changed("temperature", "3")
+    assert error.value.say(ZH) == "温度：请输入 0 到 2 之间的数字。"
+
+
+# exports and search results
+
+
+def test_exports_hold_everything() -> None:
+    conversation = Conversation("c", "A/B: *test*?", ChatSettings(seed=1), 0.0, 1.0, head_id=2)
+    question = Message(1, "c", "user", "Why?", (Attachment("a.txt", "text"),))
+    work = (Thinking("hm\nhm"), ToolUse("a", "calculator", "{}", 0, "done", "5"))
+    answer = Message(2, "c", "assistant", "So.", parent_id=1, work=work, stats=ReplyStats(3))
+    text = as_markdown(conversation, [question, answer], EN)
+    assert text.startswith("# A/B: *test*?\n\n## You\n\nFile `a.txt`:\n```\ntext\n```\n\nWhy?\n\n## Answer\n\n")
+    assert "> **Thought**\n>\n> hm\n> hm\n\n> **calculator** `{}`\n>\n> 5\n\nSo.\n" in text
+    data = json.loads(as_json(conversation, [question, answer]))
+    assert data["settings"]["seed"] == 1 and data["head_id"] == 2
+    assert [(m["id"], m["parent_id"], m["content"]) for m in data["messages"]] == [(1, None, "Why?"), (2, 1, "So.")]
+    assert data["messages"][0]["attachments"][0]["text"] == "text"
+    assert data["messages"][1]["work"][1] | {"seconds": None} == {
+        "kind": "tool", "id": "a", "name": "calculator", "arguments": "{}", "round": 0, "status": "done",
+        "result": "5", "seconds": None,
+    }  # fmt: skip
+    assert file_name(conversation, "md") == "AB test.md"
+    assert file_name(replace(conversation, title="???"), "json") == "conversation.json"
+
+
+def test_snippets_show_the_place_that_was_found() -> None:
+    text = "start " * 30 + "the Needle is\nhere " + "end " * 50
+    assert "the Needle is here" in snippet(text, "needle")
+    assert snippet(text, "needle").startswith("…") and snippet("short", "x") == "short"
+
+
+def test_nothing_in_a_message_becomes_markup() -> None:
+    evil = '"><img src=x onerror=alert(1)>'
+    call = ToolUse(evil, evil, json.dumps({"a": evil}), 0, "asking", evil)
+    message = Message(1, "c", "assistant", evil, work=(Thinking(evil), Said(evil), call), status="streaming")
+    view = ReplyRenderer().view(message, EN)
+    html = "".join(view.blocks) + view.foot + "".join(user_view(replace(message, role="user"), EN).blocks)
+    assert "<img" not in html and html.count("&lt;img") >= 6

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from conftest import random_model
 from openk3.config import preset
 from openk3.serve.app import create_app
+from openk3.serve.keys.ledger import Usage
+from openk3.serve.web.records import Conversation, Message
+from openk3.serve.web.replies import Replies
 from openk3.serve.web.settings import ChatSettings
-from openk3.serve.web.store import Conversation, Message, Store
+from openk3.serve.web.store import Store
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
@@ -81,10 +85,26 @@ def finished(reply: Message, text: str) -> Message:
 def served_chat(store_path: Path, llm: LLM | None = None, name: str = "debug") -> Iterator[Chat]:
     """Serve the chat on a real socket with `llm` (default: `endless_llm`)."""
     model = llm or endless_llm()
-    app = create_app(lambda: model, model_name=name, store_path=store_path, owns_model=False)
+    state = store_path.parent / "state"
+    app = create_app(lambda: model, model_name=name, store_path=store_path, state_folder=state, owns_model=False)
     with live(app) as url:
         store = Store(store_path)
         try:
             yield Chat(url, app, store)
         finally:
             store.close()
+
+
+async def happens(replies: Replies, condition: Callable[[], object]) -> None:
+    """Wait until `condition`, which may change with any event, holds."""
+    changed = asyncio.Event()
+    unsubscribe = replies.subscribe(lambda event: changed.set())
+    async with asyncio.timeout(60):
+        while not condition():
+            await changed.wait()
+            changed.clear()
+    unsubscribe()
+
+
+def nobody(owner: str, model: str, usage: Usage) -> None:
+    """A ledger that nobody reads."""

@@ -9,12 +9,19 @@ import numpy as np
 
 from openk3.config import preset
 from openk3.engine.groups import layer_groups
-from openk3.engine.runner_cpu import CpuRunner
+from openk3.kernels import MISSING
 from openk3.parameters import parameter_shapes
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, which takes up to a minute, or load them where that was done before."""
+    """Compile the kernels, which takes up to a minute, or load them where that was done before.
+
+    Nothing is done where this machine cannot run them, and PyTorch runs models in their place.
+    """
+    if MISSING:
+        return
+    from openk3.engine.runner_cpu import CpuRunner
+
     config = preset("debug")
     tensors = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(config).items()}
     groups = layer_groups(config, config.max_position_embeddings)

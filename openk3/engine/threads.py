@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+_MOST = 256  # each has memory of its own, and nobody gains from more
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -30,4 +31,6 @@ def usable_cores(quota: str | None = None) -> int:
 def default_threads(environ: Mapping[str, str] = os.environ) -> int:
     """One thread per usable core, or what `OMP_NUM_THREADS` says."""
     asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and asked.isascii() and int(asked) else usable_cores()
+    if asked.isdecimal() and asked.isascii() and (number := asked.lstrip("0")):
+        return min(int(number[:9]), _MOST)
+    return usable_cores()

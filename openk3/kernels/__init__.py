@@ -15,10 +15,10 @@ from pathlib import Path
 
 from numba import config
 
-from openk3.kernels.machine import describe
+from openk3.kernels.machine import MISSING, describe
 from openk3.weights.store import cache_root
 
-__all__ = ["are_compiled", "describe", "source_digest"]
+__all__ = ["MISSING", "are_compiled", "describe", "source_digest"]
 
 
 def source_digest(files: Iterable[Path]) -> str:
@@ -30,7 +30,7 @@ def source_digest(files: Iterable[Path]) -> str:
 
 
 def are_compiled() -> bool:
-    """Whether code of this version lies in the compile cache."""
+    """Whether code of this version lies in the compile cache. Only where nothing is `MISSING`."""
     compiled = import_module("openk3.kernels.step").take_part.__wrapped__
     return any(Path(compiled.stats.cache_path).glob(f"*{compiled.py_func.__name__}-*.nbi"))
 
@@ -48,4 +48,5 @@ def _import_kernels() -> None:
         config.CACHE_DIR = before
 
 
-_import_kernels()
+if MISSING is None:
+    _import_kernels()

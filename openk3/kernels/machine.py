@@ -42,6 +42,8 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 MISSING = "the CPU has no F16C instructions" if X86 and "f16c" not in _FOUND else None
 if sys.platform == "win32":
     MISSING = "Windows has no POSIX threads"
+if config.DISABLE_JIT:
+    MISSING = "NUMBA_DISABLE_JIT is set"
 
 # Tokens that share the loads of a weight in one integer tile: as many as their sums fit into the registers.
 TOKEN_TILES = (1, 2, 4, 8) if AVX512 else (1, 2, 3)

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI-compatible endpoints, status and metrics, and the web chat in `web`. Start with `app`."""
+"""The HTTP server: the protocols of OpenAI and Anthropic, status and metrics, the web chat in `web`. See `app`."""

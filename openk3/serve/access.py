@@ -12,27 +12,32 @@ import re
 import time
 import traceback
 import uuid
+from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openk3.serve.errors import server_failure
+from openk3.serve.caller import Caller
+from openk3.serve.errors import is_anthropic, server_failure
 from openk3.serve.metrics import Metrics
 
 log = logging.getLogger("openk3.serve")
-
-_API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 
 # Status of a request whose client went away before the answer, as nginx counts it. Nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
 
 
 class Access:
-    """ASGI middleware; see the file's head. A client's own ``X-Request-Id`` is kept if it is a plain word."""
+    """ASGI middleware; see the file's head. A client's own ``X-Request-Id`` is kept if it is a plain word.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    `endpoints` are the paths of the API's routes, by which requests are counted.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]) -> None:
         self.app = app
         self.metrics = metrics
+        self.endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +53,10 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = request_id
             await send(message)
 
         try:
@@ -56,15 +64,24 @@ class Access:
         except Exception as error:
             log_failure(request_id, error)
             if status == 0:
-                await server_failure().response()(scope, receive, tagged_send)
+                await server_failure().response(scope)(scope, receive, tagged_send)
             # Otherwise the response stays unfinished, and the HTTP server cuts the connection: the client must not
             # take it for whole.
         finally:
-            endpoint, status = _endpoint(scope["path"]), status or CLIENT_CLOSED_REQUEST
+            endpoint, status = _endpoint(scope, self.endpoints), status or CLIENT_CLOSED_REQUEST
             self.metrics.requests.labels(endpoint, str(status)).inc()
             level = logging.DEBUG if endpoint in ("web", "/health", "/metrics") else logging.INFO
             milliseconds = (time.perf_counter() - begin) * 1000
-            log.log(level, "%s %s %s %d %.0f ms", request_id, scope["method"], endpoint, status, milliseconds)
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "endpoint": endpoint,
+                "status": status,
+                "ms": round(milliseconds, 1),
+                **_use(scope["state"].get("caller")),
+            }
+            words = (request_id, scope["method"], endpoint, status, milliseconds)
+            log.log(level, "%s %s %s %d %.0f ms", *words, extra={"fields": fields})
 
 
 def log_failure(request_id: str, error: BaseException) -> None:
@@ -73,10 +90,17 @@ def log_failure(request_id: str, error: BaseException) -> None:
     log.error("%s failed: %s\n%s", request_id, type(error).__name__, frames)
 
 
-def _endpoint(path: str) -> str:
-    """A label with few values, whatever paths clients come up with."""
-    if path in _API_PATHS:
+def _use(who: Caller | None) -> dict[str, Any]:
+    """Whose request it was, and the tokens that it used."""
+    fields: dict[str, Any] = {} if who is None or who.key is None else {"key": who.key.id}
+    if who is not None and who.account is not None and (used := who.account.used).requests:
+        fields |= {name: getattr(used, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+    return fields
+
+
+def _endpoint(scope: Scope, endpoints: Collection[str]) -> str:
+    """A label with few values, whatever paths clients come up with: the path of the route, or of what has none."""
+    path = str(getattr(scope.get("route"), "path_format", scope["path"]))
+    if path in endpoints:
         return path
-    if path.startswith("/v1/models/"):
-        return "/v1/models/{model}"
     return "/v1" if path.startswith("/v1/") else "web"

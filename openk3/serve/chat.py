@@ -3,75 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from openk3.chat.reply import Reply
-from openk3.serve.generation import Generation
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import chat_logprobs
 from openk3.serve.openai_types import ChatRequest
-from openk3.serve.prompts import chat_turn
+from openk3.serve.openapi import body_of
 from openk3.serve.reply import ReplyHead
+from openk3.serve.running import RunningChat, ServerCallDelta, start_chat
 from openk3.serve.sse import EventStream, while_connected
 from openk3.serve.validation import parse_body
 
 if TYPE_CHECKING:
-    from openk3.chat.parser import CallDelta, ReplyParser
+    from openk3.chat.parser import CallDelta
     from openk3.chat.tokenizer import Tokenizer
     from openk3.engine.request import TokenLogprob
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest, streams=True))
 async def chat_completions(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot
     slot.require()
     body = await parse_body(request, ChatRequest)
-    llm = slot.require(body.model)
-    turn = await chat_turn(llm, body)
-    generation = Generation(llm, [turn.prompt_ids], body, request.app.state.metrics, arrived_at, turn)
-    generation.start()
-    parsers = [turn.parser(body.stop) for _ in generation.choices]
+    chat = await start_chat(request, body, arrived_at)
     head = ReplyHead("chatcmpl", slot)
     if body.stream:
-        return EventStream(_chunks(generation, parsers, head, body), on_end=generation.cancel)
+        return EventStream(_chunks(chat, head, body), on_end=chat.cancel)
     try:
-        replies = await while_connected(request.receive, _whole(generation, parsers))
+        replies = await while_connected(request.receive, chat.replies())
     finally:
-        generation.cancel()
+        chat.cancel()
     return JSONResponse(
         head.whole(
             "chat.completion",
             [
                 {
                     "index": i,
-                    "message": reply.message() | {"refusal": None, "annotations": []},
-                    "logprobs": _logprobs(llm.tokenizer, choice.logprobs) if body.logprobs else None,
-                    "finish_reason": choice.finish_reason and parser.finish_reason(choice.finish_reason),
+                    "message": reply.message() | {"refusal": None, "annotations": []} | _ran(chat),
+                    "logprobs": _logprobs(chat.generation.tokenizer, choice.logprobs) if body.logprobs else None,
+                    "finish_reason": chat.finish_reason(i),
                 }
-                for i, (reply, parser, choice) in enumerate(zip(replies, parsers, generation.choices, strict=True))
+                for i, (reply, choice) in enumerate(zip(replies, chat.generation.choices, strict=True))
             ],
-            generation.usage(),
+            chat.usage(),
         )
     )
 
 
-async def _whole(generation: Generation, parsers: Sequence[ReplyParser]) -> list[Reply]:
-    replies = [Reply() for _ in parsers]
-    async for index, delta in generation.deltas():
-        replies[index].add(parsers[index].read(delta))
-    return replies
-
-
-async def _chunks(
-    generation: Generation, parsers: Sequence[ReplyParser], head: ReplyHead, body: ChatRequest
-) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(chat: RunningChat, head: ReplyHead, body: ChatRequest) -> AsyncGenerator[dict[str, Any], None]:
     """The role of every choice, then what it says as it comes, then one chunk with the finish reason for each."""
 
     def chunk(
@@ -80,11 +66,12 @@ async def _chunks(
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return head.chunk("chat.completion.chunk", [choice], body.include_usage)
 
-    for index in range(len(generation.choices)):
+    for index in range(len(chat.parsers)):
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-    async for index, delta in generation.deltas():
-        said = parsers[index].read(delta)
-        logprobs = _logprobs(generation.tokenizer, delta.logprobs or ()) if body.logprobs else None
+    async for index, said, delta in chat.deltas():
+        logprobs = _logprobs(chat.generation.tokenizer, delta.logprobs or ()) if body.logprobs else None
+        if isinstance(said, ServerCallDelta):
+            yield chunk(index, {"server_tool_calls": [said.ran]})
         if said.reasoning:
             yield chunk(index, {"reasoning_content": said.reasoning})
         if said.content or delta.logprobs:
@@ -93,9 +80,13 @@ async def _chunks(
             for piece in _call_pieces(call):
                 yield chunk(index, {"tool_calls": [piece]})
         if delta.finish_reason is not None:
-            yield chunk(index, {}, None, parsers[index].finish_reason(delta.finish_reason))
+            yield chunk(index, {}, None, chat.finish_reason(index))
     if body.include_usage:
-        yield head.usage_chunk("chat.completion.chunk", generation.usage())
+        yield head.usage_chunk("chat.completion.chunk", chat.usage())
+
+
+def _ran(chat: RunningChat) -> dict[str, Any]:
+    return {"server_tool_calls": chat.server_tool_calls} if chat.server_tool_calls else {}
 
 
 def _call_pieces(call: CallDelta) -> Iterator[dict[str, Any]]:

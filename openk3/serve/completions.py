@@ -14,6 +14,7 @@ from openk3.serve.generation import Generation
 from openk3.serve.loading import ModelSlot
 from openk3.serve.logprobs import CompletionLogprobs
 from openk3.serve.openai_types import CompletionRequest
+from openk3.serve.openapi import body_of
 from openk3.serve.prompts import text_prompts
 from openk3.serve.reply import ReplyHead
 from openk3.serve.sse import EventStream, while_connected
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest, streams=True))
 async def completions(request: Request) -> Response:
     arrived_at = time.perf_counter()
     slot: ModelSlot = request.app.state.slot

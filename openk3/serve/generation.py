@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from openk3.engine.request import SamplingParams
+from openk3.serve.caller import caller
 from openk3.serve.errors import ApiError
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.metrics import Metrics
 from openk3.serve.openai_types import SamplingBody
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from openk3.engine.handle import Handle
     from openk3.engine.request import Delta, FinishReason, TokenLogprob
     from openk3.llm import LLM
+
+
+# Of requests that nobody waits for: under every priority that a client can ask for.
+_BACKGROUND_PRIORITY = -(2**32)
 
 
 @dataclass
@@ -69,7 +75,11 @@ class Generation:
         self._per_prompt = body.choices_per_prompt
         self._sampling = body.sampling()
         self._seed = body.seed
-        self._priority = body.priority or 0
+        who = caller()
+        self._priority = _BACKGROUND_PRIORITY if who.in_background else body.priority or 0
+        self._costs = who.account
+        self._model = body.model
+        self._begun = False
         self._metrics = metrics
         self._arrived_at = arrived_at
         self._turn = turn
@@ -81,14 +91,19 @@ class Generation:
         """Submit the first choice of every prompt; none runs if one is refused.
 
         Raises:
-            ApiError: 400, the engine refuses the parameters; 503, it is shutting down.
+            ApiError: 400, the engine refuses the parameters; 503, it is shutting down, or too many others wait.
         """
+        if self._costs is not None:
+            self._costs.enter(len(self.choices), self._llm.loop.engine.config.max_num_seqs)
         try:
             for index in range(0, len(self.choices), self._per_prompt):
                 self._submit(index)
-        except ApiError:
+        except BaseException:
             self.cancel()
             raise
+        if self._costs is not None:
+            self._begun = True
+            self._costs.begin(sum(map(len, self.prompts)))
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) as they come, until every choice has finished.
@@ -117,11 +132,16 @@ class Generation:
         return self.choices
 
     def cancel(self) -> None:
-        """Stop whatever still runs; the engine frees it within a step. Idempotent."""
+        """Stop whatever still runs; the engine frees it within a step; and settle the account. Idempotent."""
         for follower in self._followers:
             follower.cancel()
         for handle in self._handles:
             handle.cancel()
+        if self._costs is not None:
+            self._costs.leave()
+            if self._begun:
+                self._begun = False
+                self._costs.end(self._model, self._used())
 
     def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
         """Return the API's usage object. A prompt counts once, however many choices it has.
@@ -129,18 +149,24 @@ class Generation:
         Args:
             reasoning_tokens: how many of a chat's tokens were reasoning, as its parsers count them.
         """
-        prompt_tokens = sum(map(len, self.prompts))
-        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
-        cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._per_prompt])
+        used = self._used()
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.completion_tokens,
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
         }
         if reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return usage
+
+    def _used(self) -> Usage:
+        return Usage(
+            requests=1,
+            prompt_tokens=sum(map(len, self.prompts)),
+            cached_tokens=sum(choice.cached_tokens for choice in self.choices[:: self._per_prompt]),
+            completion_tokens=sum(choice.completion_tokens for choice in self.choices),
+        )
 
     def _submit(self, index: int) -> None:
         prompt, number = divmod(index, self._per_prompt)

@@ -17,7 +17,7 @@ client that goes away is still noticed at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -79,20 +79,26 @@ class HostCheck:
 
 
 class BodyLimit:
-    """Refuse request bodies of more than `max_bytes` with 413, having read no more than that."""
+    """Refuse request bodies of more than `max_bytes` with 413, having read no more than that.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        others: limits of paths that have one of their own.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, others: Mapping[str, int] | None = None) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.others = dict(others or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        limit = self.others.get(scope["path"], self.max_bytes)
         announced = Headers(scope=scope).get("content-length", "")
         # Python refuses to read numbers of thousands of digits; nineteen are more bytes than there are.
-        if announced.isdecimal() and int(announced[:19]) > self.max_bytes:
-            await respond_and_drain(self._error(f"{int(announced[:19]):,} bytes"), scope, receive, send)
+        if announced.isdecimal() and int(announced[:19]) > limit:
+            await respond_and_drain(_too_large(f"{int(announced[:19]):,} bytes", limit), scope, receive, send)
             return
 
         received = 0
@@ -104,12 +110,12 @@ class BodyLimit:
                 return {"type": "http.disconnect"}
             message = await receive()
             received += len(message.get("body", b""))
-            if received <= self.max_bytes:
+            if received <= limit:
                 return message
             # For the application the client is gone from here on, whatever it makes of that.
             refused = True
             if not started:
-                await respond_and_drain(self._error("more"), scope, receive, send)
+                await respond_and_drain(_too_large("more", limit), scope, receive, send)
             return {"type": "http.disconnect"}
 
         async def guarded_send(message: Message) -> None:
@@ -124,19 +130,20 @@ class BodyLimit:
             if not refused:
                 raise
 
-    def _error(self, size: str) -> ApiError:
-        return ApiError(
-            413,
-            f"The request body is too large: {size}, where this server takes at most {self.max_bytes:,} bytes.",
-            code="request_too_large",
-        )
+
+def _too_large(size: str, limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body is too large: {size}, where this server takes at most {limit:,} bytes.",
+        code="request_too_large",
+    )
 
 
 async def respond_and_drain(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer `error` before the body is read, then throw the rest of the body away as it comes, for a short while."""
-    response = error.response()
+    response = error.response(scope)
     response.headers["Connection"] = "close"
-    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     try:
         async with asyncio.timeout(_LINGER_S):

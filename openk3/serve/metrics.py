@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from openk3.engine.engine import EngineStats
     from openk3.llm import LLM
+    from openk3.serve.queue import RequestQueue
 
 # Seconds. The first token waits for queue and prefill, up to minutes for a very long prompt on a CPU.
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -47,21 +48,33 @@ class Metrics:
             registry=self._registry,
         )
 
-    def watch(self, model: Callable[[], LLM | None]) -> None:
-        """Add the engine's statistics, from whatever `model` returns at the time of a scrape."""
-        self._registry.register(_EngineCollector(model))
+    def watch(self, model: Callable[[], LLM | None], queue: RequestQueue) -> None:
+        """Add the engine's statistics, from whatever `model` returns at the time of a scrape, and the queue's."""
+        self._registry.register(_EngineCollector(model, queue))
+
+    def requests_by_endpoint(self) -> list[tuple[str, str, int]]:
+        """Endpoint, status and count of the HTTP requests that were answered."""
+        samples = [sample for metric in self.requests.collect() for sample in metric.samples]
+        return sorted(
+            (sample.labels["endpoint"], sample.labels["status"], int(sample.value))
+            for sample in samples
+            if sample.name.endswith("_total")
+        )
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, model: Callable[[], LLM | None]) -> None:
+    def __init__(self, model: Callable[[], LLM | None], queue: RequestQueue) -> None:
         self._model = model
+        self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
         llm = self._model()
         yield GaugeMetricFamily("openk3_model_ready", "1 when the model is loaded.", value=float(llm is not None))
+        yield GaugeMetricFamily("openk3_queue_limit", "Choices that may wait.", value=self._queue.max_waiting)
+        yield CounterMetricFamily("openk3_queue_refused", "Requests refused with 503.", value=self._queue.refused)
         if llm is not None:
             yield from _engine_metrics(llm.stats())
 

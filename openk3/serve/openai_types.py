@@ -1,10 +1,5 @@
 """What a request to the OpenAI-compatible endpoints may say: names, types, ranges, and what is refused.
 
-The rule for parameters is that none is silently ignored if it would change the answer. A parameter is either honoured;
-or it is known and does not bear on the answer here (`Harmless`: who the user is, what to store or cache); or it asks
-for something this server does not do yet (`unsupported`) and is refused by name unless it has its neutral value; or
-it is unknown and refused. Types are strict: ``"0.7"`` is not a temperature.
-
 Fields, defaults and ranges are those of https://platform.openai.com/docs/api-reference, plus ``top_k``, ``min_p`` and
 ``repetition_penalty`` under the names that vLLM and llama.cpp gave them, and ``priority`` (default 0): requests with a
 larger number go first and may displace those with a smaller one, as in SGLang; vLLM's counts the other way.
@@ -13,39 +8,27 @@ larger number go first and may displace those with a smaller one, as in SGLang; 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
-from openk3.chat.messages import Message, validate_messages, validate_tools
+from openk3.chat.messages import MAX_TOOLS, Message, validate_messages, validate_tools
 from openk3.engine.grammar.spec import Grammar
+from openk3.serve.bodies import Body, Harmless, unsupported, wrong
 from openk3.serve.errors import shown
+from openk3.serve.server_tools import checked_tools, unfolded
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 
-Harmless = Any
-
-
-def wrong(message: str, *, param: str | None = None, code: str = "invalid_value") -> PydanticCustomError:
-    """The error a validator raises: `message` as the client will read it, `param` where the field's own path is too
-    coarse."""
-    return PydanticCustomError(code, "{message}", {"message": message, "param": param})
-
-
-def unsupported(*neutral: object) -> BeforeValidator:
-    """A field that must be absent, null, or one of the `neutral` values that ask for nothing."""
-
-    def check(value: object, info: ValidationInfo) -> None:
-        if value is not None and value not in neutral:
-            raise wrong(
-                f"Unsupported parameter: '{info.field_name}' is not supported by this server yet; leave it out.",
-                code="unsupported_parameter",
-            )
-
-    return BeforeValidator(check)
+# How hard the model is to think before it answers; "none": not at all.
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -88,7 +71,7 @@ def _messages(value: object) -> list[Message]:
     if isinstance(value, list):
         prepared = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
     try:
-        return validate_messages(prepared)
+        return unfolded(validate_messages(prepared))
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -97,6 +80,14 @@ def _messages(value: object) -> list[Message]:
 def _tools(value: object) -> list[dict[str, Any]] | None:
     try:
         return validate_tools(value)
+    except ValueError as error:
+        path, _, reason = str(error).partition(": ")
+        raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
+
+
+def _chat_tools(value: object) -> list[dict[str, Any]] | None:
+    try:
+        return checked_tools(value)
     except ValueError as error:
         path, _, reason = str(error).partition(": ")
         raise wrong(f"Invalid '{path}': {reason}.", param=path) from None
@@ -155,16 +146,87 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and value != [] and all(type(i) is int and i >= 0 for i in value)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+
+# Any: pydantic cannot read typing.TypedDict on Python 3.11; the validator returns Messages.
+Messages: TypeAlias = Annotated[
+    list[Any],
+    PlainValidator(_messages),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}, {"type": "null"}],
+                        "description": "Text, or a list of parts {type: text, text}.",
+                    },
+                    "name": {"type": ["string", "null"]},
+                    "reasoning_content": {"type": ["string", "null"]},
+                    "tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
+                    "tool_call_id": {"type": ["string", "null"]},
+                    "server_tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
+                    "tools": {"anyOf": [_OBJECTS, {"type": "null"}]},
+                },
+            },
+        }
+    ),
+]
+_FUNCTION = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_SERVER_TOOL = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["builtin_function", "calculator", "datetime", "search_documents", "mcp"]},
+        "search_documents": {
+            "type": ["object", "null"],
+            "properties": {"file_ids": {"type": "array", "minItems": 1, "items": {"type": "string"}}},
+        },
+        "server_label": {"type": "string"},
+        "allowed_tools": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    },
+}
+Tools: TypeAlias = Annotated[
+    list[Any] | None,
+    PlainValidator(_tools),
+    WithJsonSchema({"type": ["array", "null"], "maxItems": MAX_TOOLS, "items": _FUNCTION}),
+]
+# Those of a chat: functions of the client, and tools that the server runs.
+ChatTools: TypeAlias = Annotated[
+    list[Any] | None,
+    PlainValidator(_chat_tools),
+    WithJsonSchema(
+        {"type": ["array", "null"], "maxItems": MAX_TOOLS, "items": {"anyOf": [_FUNCTION, _SERVER_TOOL]}},
+    ),
+]
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     """What both endpoints have in common. None means "not given": the engine's default holds."""
 
     model: str
@@ -178,10 +240,12 @@ class SamplingBody(_Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)  # less would overflow
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float] | None)
+    ] = Field(default_factory=dict)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
     user: Harmless = None
@@ -221,7 +285,7 @@ class SamplingBody(_Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(Body):
     """A named schema. It is always kept to the letter, `strict` or not."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -230,7 +294,7 @@ class JsonSchemaFormat(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form that replies are to have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -261,18 +325,25 @@ class ResponseFormat(_Body):
         return Grammar.json_object() if schema is None else Grammar.json_schema(schema)
 
 
+class Thinking(Body):
+    """Kimi's switch for reasoning before the answer."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatRequest(SamplingBody):
     """The body of POST /v1/chat/completions."""
 
-    # Any: pydantic cannot read typing.TypedDict on Python 3.11; the validator returns Messages.
-    messages: Annotated[list[Any], PlainValidator(_messages)]
+    messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: Annotated[list[Any] | None, PlainValidator(_tools)] = None
+    tools: ChatTools | None = None
     tool_choice: Any = None  # checked with the tools, which the messages may hold
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
 
     metadata: Harmless = None
     prediction: Harmless = None
@@ -288,7 +359,6 @@ class ChatRequest(SamplingBody):
     functions: Annotated[None, unsupported([])] = None
     modalities: Annotated[None, unsupported(["text"])] = None
     moderation: Annotated[None, unsupported()] = None
-    reasoning_effort: Annotated[None, unsupported("none")] = None
     verbosity: Annotated[None, unsupported("medium")] = None
     web_search_options: Annotated[None, unsupported()] = None
 
@@ -306,7 +376,23 @@ class ChatRequest(SamplingBody):
                 param="max_tokens",
                 code="invalid_parameter_combination",
             )
+        if self.thinking is not None and self.reasoning_effort is not None:
+            asked_off = self.thinking.type == "disabled"
+            if asked_off != (self.reasoning_effort == "none"):
+                raise wrong(
+                    f"'thinking' is {self.thinking.type}, but 'reasoning_effort' is '{self.reasoning_effort}'; give "
+                    "one of them.",
+                    param="thinking",
+                    code="invalid_parameter_combination",
+                )
         return self
+
+    @property
+    def effort(self) -> Effort | None:
+        """How hard to think, whichever of the two parameters said it; None: as the model's template has it."""
+        if self.reasoning_effort is None and self.thinking is not None:
+            return "none" if self.thinking.type == "disabled" else "medium"
+        return self.reasoning_effort
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -323,7 +409,10 @@ class CompletionRequest(SamplingBody):
     """The body of POST /v1/completions. As in the original API, a reply ends after 16 tokens unless `max_tokens` is
     given."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompt)]
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        PlainValidator(_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 

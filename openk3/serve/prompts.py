@@ -43,6 +43,20 @@ async def text_prompts(llm: LLM, prompts: Sequence[str | list[int]]) -> list[lis
     return await asyncio.to_thread(lambda: [_read_text(llm, *pair) for pair in zip(prompts, names, strict=True)])
 
 
+async def text_ids(llm: LLM, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a text, which may be empty.
+
+    Raises:
+        ApiError: 400, it is far too long for the context.
+    """
+
+    def read() -> list[int]:
+        _refuse_unread(llm, len(text), param)
+        return llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    return await asyncio.to_thread(read)
+
+
 def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
     from openk3.chat.turn import prepare_turn
 
@@ -54,7 +68,7 @@ def _read_chat(llm: LLM, body: ChatRequest) -> Turn:
             body.tools,
             body.tool_choice or "auto",
             body.parallel_tool_calls is not False,
-            reasoning_effort=body.reasoning_effort,
+            reasoning_effort=body.effort,
             grammar=_form(body),
         )
         _checked(llm, turn.prompt_ids, "messages")

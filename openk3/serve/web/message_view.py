@@ -1,184 +1,274 @@
-"""One message on the page: a user's bubble or the model's answer, with its actions and, below an answer, what it cost.
+"""One message as the browser gets it: blocks of HTML, and a foot with its actions and, below an answer, what it cost.
 
-A view is built once and then follows its message: buttons are shown and hidden rather than rebuilt, and of a growing
-answer only the blocks that changed travel to the browser.
+A message is rendered to text here and patched into the page by its script (assets/thread.js), block by block: elements
+that the server knows one by one would make a long conversation slow, for all of them are drawn again whenever one
+changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 
-from nicegui import events, ui
-
+from openk3.serve.web.markup import Markup, action, element
+from openk3.serve.web.records import OPEN, Attachment, Message, ReplyStats, Said, Thinking, ToolUse, Work
 from openk3.serve.web.render import StreamingMarkdown, render_blocks
-from openk3.serve.web.store import Message, ReplyStats
-from openk3.serve.web.widgets import Text, box, button, icon_button, set_attributes, value_of
+from openk3.serve.web.toolbox import TOOLS
+from openk3.serve.web.words import EN, ZH, Words
+
+LIVE_THINKING = 4_000  # characters of the reasoning that are shown while it grows
+BRIEF = 60
 
 
 @dataclass(frozen=True, slots=True)
-class MessageActions:
-    """What the buttons of a message do."""
+class View:
+    """What is shown of a message: `kind` is its class, `label` its accessible name."""
 
-    copy: Callable[[str], None]
-    regenerate: Callable[[], None]
-    edit: Callable[[int, str], bool]
+    id: int
+    kind: str
+    label: str
+    blocks: tuple[str, ...]
+    foot: str
+    busy: bool = False
 
 
-def stats_text(stats: ReplyStats) -> str:
+def seconds_text(seconds: float, words: Words) -> str:
+    """A span of time as people read it: "0.02 s", "3 s", "2 min 5 s"."""
+    if seconds < 1:
+        return words.seconds.format(f"{seconds:.2f}" if seconds < 0.1 else f"{seconds:.1f}")
+    if seconds < 60:
+        return words.seconds.format(f"{seconds:.0f}")
+    return words.minutes.format(int(seconds) // 60, int(seconds) % 60)
+
+
+def stats_text(stats: ReplyStats, words: Words) -> str:
     """The line under an answer: speed, time to first token, and token counts, as far as they are known."""
     parts = []
     if stats.tokens_per_second is not None:
-        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+        parts.append(words.say("speed", speed=stats.tokens_per_second))
     if stats.ttft_s is not None:
-        parts.append(f"first token {stats.ttft_s:.2f} s")
+        parts.append(words.say("first_token", seconds=stats.ttft_s))
     if stats.prompt_tokens is not None:
-        cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
-        parts.append(f"{stats.prompt_tokens:,} prompt{cached}")
-    parts.append(f"{stats.completion_tokens:,} answer tokens")
+        cached = words.say("cached", count=stats.cached_tokens) if stats.cached_tokens else ""
+        parts.append(words.say("prompt_tokens", count=stats.prompt_tokens) + cached)
+    parts.append(words.say("answer_tokens", count=stats.completion_tokens))
     return " · ".join(parts)
 
 
-def notice_text(message: Message) -> str:
+def notice_text(message: Message, words: Words) -> str:
     """The sentence under an answer that did not end by itself; empty for one that did, or has not ended."""
     if message.status == "failed":
         return message.error
     if message.status == "stopped":
-        return "Stopped."
+        return words.stopped
     if message.status == "interrupted":
-        return "Interrupted: the server went down while this answer was written. You can regenerate it."
+        return words.interrupted
     if message.status == "complete" and message.stats and message.stats.finish_reason == "length":
-        return "The answer reached the token limit. Raise “Max tokens” in the settings for longer ones."
+        return words.cut
     if message.status == "complete" and not message.content:
-        return "The model gave an empty answer."
+        return words.empty_answer
     return ""
 
 
-class UserView:
-    """A user's message. `message` is what is shown at the moment."""
-
-    def __init__(self, message: Message, actions: MessageActions) -> None:
-        self.message = message
-        self._actions = actions
-        self._editor: ui.element | None = None
-        self.root = box("article", "message message-user", aria_label="You")
-        with self.root:
-            self._bubble = box("div", "bubble")
-            with self._bubble:
-                if message.attachments:
-                    self._build_chips()
-                self._text = Text("div", message.content, "plain")
-            self._bar = box("div", "message-bar")
-            with self._bar:
-                icon_button("Copy message", "content_copy", lambda: actions.copy(self.message.content))
-                self._edit_button = icon_button("Edit message", "edit", self._open_editor)
-
-    def _build_chips(self) -> None:
-        with box("ul", "chips", aria_label="Attached files"):
-            for attachment in self.message.attachments:
-                with box("li", "chip", data_icon="description"):
-                    Text("span", attachment.name, "chip-name")
-                    if attachment.tokens is not None:
-                        Text("span", f"{attachment.tokens:,} tokens", "chip-size")
-
-    def update(self, message: Message, *, last: bool, busy: bool) -> None:
-        """Show `message`; while `busy` (a reply is running in the conversation) it cannot be edited."""
-        before, self.message = self.message, message
-        if message.content != before.content:
-            self._text.set_text(message.content)
-        set_attributes(self._edit_button, hidden=busy or None)
-
-    def _open_editor(self) -> None:
-        with self.root:
-            self._editor = box("div", "editor")
-        with self._editor:
-            area = Text("textarea", self.message.content, "editor-text", aria_label="Edit your message", rows="3")
-            files = " Attached files stay." if self.message.attachments else ""
-            Text("p", f"Saving removes everything after this message and asks again.{files}", "help")
-            with box("div", "editor-buttons"):
-                button("Cancel", self._close_editor, classes="quiet editor-cancel")
-                save = button("Save and ask again", classes="primary")
-
-        def submit(event: events.GenericEventArguments) -> None:
-            if self._actions.edit(self.message.id, str(event.args)):
-                self._close_editor()
-
-        save.on("click", submit, js_handler=value_of(area.id))
-        set_attributes(self._bubble, hidden=True)
-        set_attributes(self._bar, hidden=True)
-        self.root.client.run_javascript(f"openk3.edit('c{area.id}')")
-
-    def _close_editor(self) -> None:
-        if self._editor is not None:
-            self._editor.delete()
-            self._editor = None
-            set_attributes(self._bubble, hidden=None)
-            set_attributes(self._bar, hidden=None)
-
-
-class ReplyView:
-    """A model's answer, finished or growing. `message` is what is shown at the moment."""
-
-    def __init__(self, message: Message, actions: MessageActions) -> None:
-        self.message = message
-        self._markdown = StreamingMarkdown()
-        self._blocks: list[ui.html] = []
-        self._waiting: ui.element | None = None
-        self.root = box("article", "message message-assistant", aria_label="Answer")
-        with self.root:
-            self._prose = box("div", "prose", dir="auto")
-            self._notice = Text("p", "", "notice", hidden=True)
-            self._bar = box("div", "message-bar")
-            with self._bar:
-                self._copy = icon_button("Copy answer", "content_copy", lambda: actions.copy(self.message.content))
-                self._again = icon_button("Regenerate answer", "refresh", actions.regenerate)
-                self._stats = Text("span", "", "stats")
-        # One block for all of a finished answer: each element costs time when a long conversation is opened.
-        streaming = message.status == "streaming"
-        self._show(self._markdown.update(message.content) if streaming else ["".join(render_blocks(message.content))])
-
-    def update(self, message: Message, *, last: bool, busy: bool) -> None:
-        """Show `message`; the `last` one can be regenerated unless `busy` (a reply is running)."""
-        before, self.message = self.message, message
-        if message != before:
-            streaming = message.status == "streaming"
-            self._show(self._markdown.update(message.content) if streaming else render_blocks(message.content))
-        set_attributes(self._again, hidden=None if last and not busy else True)
-
-    def _show(self, blocks: list[str]) -> None:
-        message = self.message
-        streaming, failed = message.status == "streaming", message.status == "failed"
-        self._show_blocks(blocks)
-        self._show_waiting(streaming and not message.content)
-        notice = notice_text(message)
-        self._notice.set_text(notice)
-        set_attributes(
-            self._notice,
-            hidden=None if notice else True,
-            role="alert" if failed else None,
-            data_kind="error" if failed else None,
+def chips(files: tuple[Attachment, ...], words: Words) -> Markup:
+    """The files of a message."""
+    items = []
+    for file in files:
+        size = words.say("tokens", count=file.tokens) if file.tokens is not None else ""
+        name = element("span", file.name, class_="chip-name")
+        items.append(
+            element("li", name, element("span", size, class_="chip-size"), class_="chip", data_icon="description")
         )
-        set_attributes(self._bar, hidden=True if streaming else None)
-        set_attributes(self._copy, hidden=None if message.content else True)
-        set_attributes(self.root, aria_busy="true" if streaming else None)
-        self._stats.set_text(stats_text(message.stats) if message.stats and not streaming else "")
+    return element("ul", *items, class_="chips", aria_label=words.attached_files) if items else Markup("")
 
-    def _show_blocks(self, blocks: list[str]) -> None:
-        for element in self._blocks[len(blocks) :]:
-            element.delete()
-        del self._blocks[len(blocks) :]
-        for element, html in zip(self._blocks, blocks, strict=False):
-            if element.content != html:
-                element.set_content(html)
-        with self._prose:
-            self._blocks += [ui.html(html, sanitize=True) for html in blocks[len(self._blocks) :]]
 
-    def _show_waiting(self, shown: bool) -> None:
-        if shown and self._waiting is None:
-            with self._prose, box("div", "waiting") as self._waiting:
-                Text("span", "Reading the prompt", "visually-hidden")
-                for _ in range(3):
-                    box("span", "dot")
-        elif not shown and self._waiting is not None:
-            self._waiting.delete()
-            self._waiting = None
+def versions(message: Message, words: Words) -> Markup:
+    """The switch between a message's versions; nothing if it has only one."""
+    ids = message.siblings
+    if len(ids) < 2 or message.id not in ids:
+        return Markup("")
+    place = ids.index(message.id)
+    before = ids[place - 1] if place else None
+    after = ids[place + 1] if place + 1 < len(ids) else None
+    return element(
+        "span",
+        action(words.previous_version, "chevron_left", "select", data_to=before, disabled=before is None),
+        element("span", f"{place + 1}/{len(ids)}", class_="version"),
+        action(words.next_version, "chevron_right", "select", data_to=after, disabled=after is None),
+        class_="versions",
+        role="group",
+        aria_label=words.versions,
+    )
+
+
+def user_view(message: Message, words: Words) -> View:
+    """A user's message."""
+    plain = element("div", message.content, class_="plain")
+    bubble = element("div", chips(message.attachments, words), plain, class_="bubble")
+    bar = element(
+        "div",
+        versions(message, words),
+        action(words.copy_message, "content_copy", "copy"),
+        action(words.edit_message, "edit", "edit"),
+        class_="message-bar",
+    )
+    return View(message.id, "message-user", words.you, (bubble,), bar)
+
+
+class ReplyRenderer:
+    """Renders one answer again and again while it grows; of its Markdown only the last block is parsed anew."""
+
+    def __init__(self) -> None:
+        self._markdown = StreamingMarkdown()
+        self._parts = 0
+
+    def view(self, message: Message, words: Words) -> View:
+        """The answer as far as it has come."""
+        streaming = message.status == "streaming"
+        blocks = [block for part in message.work for block in part_blocks(part, words.code, streaming)]
+        blocks += self._answer(message, streaming)
+        if streaming and not message.content and not _shows_life(message):
+            dots = (element("span", class_="dot") for _ in range(3))
+            blocks.append(
+                element("div", element("span", words.reading, class_="visually-hidden"), *dots, class_="waiting")
+            )
+        foot = "" if streaming else _foot(message, words)
+        return View(message.id, "message-assistant", words.answer, tuple(blocks), foot, streaming)
+
+    def _answer(self, message: Message, streaming: bool) -> list[str]:
+        if not streaming:
+            return [_block(html) for html in render_blocks(message.content)]
+        if len(message.work) != self._parts:  # what was written was set aside, and the answer begins anew
+            self._parts, self._markdown = len(message.work), StreamingMarkdown()
+        return [_block(html) for html in self._markdown.update(message.content)]
+
+
+def _shows_life(message: Message) -> bool:
+    last = message.work[-1] if message.work else None
+    return (isinstance(last, Thinking) and last.seconds is None) or (isinstance(last, ToolUse) and last.status in OPEN)
+
+
+def _block(html: str) -> str:
+    return f"<div>{html}</div>"
+
+
+def _foot(message: Message, words: Words) -> str:
+    notice = notice_text(message, words)
+    failed = message.status == "failed"
+    attributes = {"role": "alert", "data_kind": "error"} if failed else {}
+    return element("p", notice, class_="notice", hidden=not notice, **attributes) + element(
+        "div",
+        versions(message, words),
+        action(words.copy_answer, "content_copy", "copy", hidden=not message.content),
+        action(words.regenerate, "refresh", "regenerate"),
+        element("span", stats_text(message.stats, words) if message.stats else "", class_="stats"),
+        class_="message-bar",
+    )
+
+
+@lru_cache(maxsize=512)
+def part_blocks(part: Work, language: str, streaming: bool) -> tuple[str, ...]:
+    """The blocks of what a reply did before it answered; `streaming` while it is being written."""
+    words = ZH if language == ZH.code else EN
+    if isinstance(part, Said):
+        return tuple(_block(html) for html in render_blocks(part.text))
+    if isinstance(part, Thinking):
+        return (thinking_block(part, words, streaming and part.seconds is None),)
+    return (tool_block(part, words, streaming),)
+
+
+def thinking_block(part: Thinking, words: Words, live: bool) -> Markup:
+    """The model's reasoning, folded."""
+    if live:
+        label = words.thinking
+    elif part.seconds is None:
+        label = words.thought
+    else:
+        label = words.say("thought_for", seconds=seconds_text(part.seconds, words))
+    text = "…" + part.text[-LIVE_THINKING:] if live and len(part.text) > LIVE_THINKING else part.text
+    return element(
+        "details",
+        element("summary", element("span", label, class_="thinking-label"), data_icon="psychology"),
+        element("div", text, class_="thinking-text"),
+        class_="thinking",
+        data_live=live,
+    )
+
+
+def tool_block(call: ToolUse, words: Words, streaming: bool) -> Markup:
+    """A call as a card: what is called, with which arguments, what came back and how long it took."""
+    status = call.status if streaming or call.status not in OPEN else "skipped"
+    name = words.say(f"tool_{call.name}") if call.name in TOOLS else call.name
+    state = words.say(f"tool_{status}")
+    if call.seconds is not None:
+        state = (
+            f"{state} · {seconds_text(call.seconds, words)}"
+            if status == "failed"
+            else seconds_text(call.seconds, words)
+        )
+    summary = element(
+        "summary",
+        element("span", name, class_="tool-name"),
+        element("span", _brief(call.arguments), class_="tool-brief"),
+        element("span", state, class_="tool-state"),
+        data_icon=TOOLS.get(call.name, "build"),
+    )
+    body = [element("div", words.arguments, class_="tool-label"), _pre(_pretty(call.arguments))]
+    if call.result:
+        body += [element("div", words.result, class_="tool-label"), _pre(_pretty(call.result))]
+    if status == "asking":
+        body.append(_question(call, words))
+    return element(
+        "details",
+        summary,
+        element("div", *body, class_="tool-body"),
+        class_="tool",
+        data_status=status,
+        data_call=call.id,
+        open=status == "asking",
+    )
+
+
+def _question(call: ToolUse, words: Words) -> Markup:
+    def button(label: str, do: str, classes: str) -> Markup:
+        return element("button", label, type="button", class_=f"button {classes}", data_do=do, data_to=call.id)
+
+    return element(
+        "div",
+        element("span", words.allow_question, class_="tool-question"),
+        element(
+            "span",
+            button(words.deny, "deny", "quiet"),
+            button(words.allow_always, "always", "quiet"),
+            button(words.allow, "allow", "primary"),
+            class_="tool-buttons",
+        ),
+        class_="tool-ask",
+        role="group",
+        aria_label=words.allow_question,
+    )
+
+
+def _pre(text: str) -> Markup:
+    return element("pre", text, tabindex="0")
+
+
+def _pretty(text: str) -> str:
+    """JSON on several lines; other text as it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return json.dumps(value, indent=2, ensure_ascii=False) if isinstance(value, dict | list) else text
+
+
+def _brief(arguments: str) -> str:
+    """The arguments in one short line."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return ""
+    values = value.values() if isinstance(value, dict) else ()
+    line = " ".join(", ".join(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values).split())
+    return line if len(line) <= BRIEF else line[: BRIEF - 1] + "…"

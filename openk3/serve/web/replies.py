@@ -12,17 +12,27 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from openk3.agents.calls import FinishedCall, run_calls
+from openk3.agents.rounds import ANSWER, Rounds
+from openk3.agents.tools.tool import Tool
+from openk3.chat.reply import ToolCall
 from openk3.serve.access import log_failure
+from openk3.serve.keys.ledger import Usage
 from openk3.serve.web.prompt import model_messages
+from openk3.serve.web.records import Attachment, ConversationGoneError, Message, StoreError
+from openk3.serve.web.running import Running
 from openk3.serve.web.settings import ChatSettings
-from openk3.serve.web.store import Attachment, ConversationGoneError, Message, ReplyStats, Status, Store, StoreError
+from openk3.serve.web.store import Store
+from openk3.serve.web.toolbox import tools_for
+from openk3.serve.web.words import EN, SpokenError
 
 if TYPE_CHECKING:
     from openk3.llm import LLM
-    from openk3.responses import AsyncStream, Piece
+    from openk3.responses import AsyncStream
 
 log = logging.getLogger("openk3.serve")
 
@@ -30,6 +40,7 @@ SAVE_INTERVAL_S = 1.0
 PUBLISH_INTERVAL_S = 0.08
 
 Change = Literal["list", "thread", "reply"]
+Verdict = Literal["allow", "always", "deny"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,59 +55,23 @@ class Event:
 Listener = Callable[[Event], None]
 
 
-class ModelNotReadyError(Exception):
+class ModelNotReadyError(SpokenError):
     """A reply was asked for before the model had loaded."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A reply on its way: `reply` is how far it has come, `stream` is None while the prompt is being tokenized."""
-
-    reply: Message
-    stats: ReplyStats
-    task: asyncio.Task[None] = field(init=False)
-    stream: AsyncStream | None = None
-    started: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-
-    def take(self, piece: Piece) -> None:
-        """Add what has arrived."""
-        if self.first_token is None and piece.token_ids:
-            self.first_token = time.monotonic()
-        stats = replace(self.stats, completion_tokens=self.stats.completion_tokens + len(piece.token_ids))
-        if piece.finish_reason is not None:
-            stats = replace(stats, finish_reason=piece.finish_reason)
-        if piece.usage is not None:
-            usage = piece.usage
-            stats = replace(
-                stats,
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                completion_tokens=usage.completion_tokens,
-            )
-        if piece.timings is not None and self.first_token is not None:
-            speed = piece.timings.tokens_per_second or None  # 0 stands for replies too short to have a speed
-            stats = replace(stats, ttft_s=piece.timings.ttft_s, tokens_per_second=speed)
-        self.stats = stats
-        self.reply = replace(self.reply, content=self.reply.content + piece.text)
-
-    def end(self, status: Status, error: str = "") -> None:
-        """Settle how it ended; what the engine did not report is filled in from the clock here."""
-        if self.first_token is not None and self.stats.ttft_s is None:
-            rest = self.stats.completion_tokens - 1
-            speed = rest / max(time.monotonic() - self.first_token, 1e-6) if rest > 0 else None
-            self.stats = replace(self.stats, ttft_s=self.first_token - self.started, tokens_per_second=speed)
-        stats = self.stats if self.first_token is not None else None
-        self.reply = replace(self.reply, status=status, error=error, stats=stats)
-
-
 class Replies:
-    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns."""
+    """Start, stop and watch the replies of all conversations in `store`, written by the LLM that `get_llm` returns.
 
-    def __init__(self, store: Store, get_llm: Callable[[], LLM | None]) -> None:
+    `record` is told what each round of the model has used: for whom (the id of their key, "" without), of which model.
+    """
+
+    def __init__(
+        self, store: Store, get_llm: Callable[[], LLM | None], record: Callable[[str, str, Usage], None]
+    ) -> None:
         self.store = store
         self.get_llm = get_llm
-        self._running: dict[str, _Running] = {}
+        self._record = record
+        self._running: dict[str, Running] = {}
         self._listeners: list[Listener] = []
         self._closing = False
 
@@ -121,7 +96,7 @@ class Replies:
                 log_failure("a chat page", error)
 
     def messages(self, conversation_id: str) -> list[Message]:
-        """The stored messages, with the running reply as far as it has come."""
+        """The messages of the branch that is shown, with the running reply as far as it has come."""
         running = self._running.get(conversation_id)
         messages = self.store.messages(conversation_id)
         return [running.reply if running and running.reply.id == m.id else m for m in messages]
@@ -132,20 +107,38 @@ class Replies:
 
     # doing
 
-    def send(self, conversation_id: str, text: str, attachments: Sequence[Attachment] = ()) -> None:
+    def send(self, conversation_id: str, text: str, attachments: Sequence[Attachment] = (), owner: str = "") -> None:
         """Add a user message and start the reply. Raises `ModelNotReadyError` and what `Store.begin_turn` raises."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_turn(conversation_id, text, attachments))
+        self._start(llm, self.store.begin_turn(conversation_id, text, attachments), owner)
 
-    def regenerate(self, conversation_id: str) -> None:
-        """Replace the last reply by a new one. Raises `ModelNotReadyError` and what `Store.begin_again` raises."""
+    def regenerate(self, conversation_id: str, reply_id: int | None = None, owner: str = "") -> None:
+        """Answer anew, beside `reply_id` or the last reply. Raises `ModelNotReadyError` and as `Store.begin_again`."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_again(conversation_id))
+        self._start(llm, self.store.begin_again(conversation_id, reply_id), owner)
 
-    def edit(self, message_id: int, text: str) -> None:
-        """Change a user message, drop what follows and answer anew. Raises as `send`."""
+    def edit(self, message_id: int, text: str, owner: str = "") -> None:
+        """Ask another version of a user message. Raises `ModelNotReadyError` and as `Store.begin_edited`."""
         llm = self._ready_llm()
-        self._start(llm, self.store.begin_edited(message_id, text))
+        self._start(llm, self.store.begin_edited(message_id, text), owner)
+
+    def select(self, conversation_id: str, message_id: int) -> None:
+        """Show the branch of a message. Raises as `Store.select`."""
+        self.store.select(message_id)
+        self.publish(Event("thread", conversation_id))
+
+    def decide(self, conversation_id: str, call_id: str, verdict: Verdict) -> None:
+        """Let a call that waits for approval run, this time or from now on, or deny it.
+
+        Raises `ConversationGoneError` if it does not wait any more.
+        """
+        running = self._running.get(conversation_id)
+        if running is None or not running.decide(call_id, verdict != "deny"):
+            raise ConversationGoneError("call_gone")
+        name = running.call(call_id).name
+        conversation = self.store.conversation(conversation_id)
+        if verdict == "always" and conversation is not None:
+            self.store.save_settings(conversation_id, conversation.settings.permitted(name, True))
 
     async def stop(self, conversation_id: str) -> None:
         """Stop the running reply, keeping what is there; no error if none runs."""
@@ -160,6 +153,11 @@ class Replies:
     def rename(self, conversation_id: str, title: str) -> None:
         """Rename a conversation. ValueError for an empty title."""
         self.store.rename(conversation_id, title)
+        self.publish(Event("list"))
+
+    def pin(self, conversation_id: str, pinned: bool) -> None:
+        """Keep a conversation at the top of the list, or no longer."""
+        self.store.pin(conversation_id, pinned)
         self.publish(Event("list"))
 
     async def delete(self, conversation_id: str) -> None:
@@ -185,15 +183,15 @@ class Replies:
     def _ready_llm(self) -> LLM:
         llm = self.get_llm()
         if llm is None:
-            raise ModelNotReadyError("The model is still loading. Your text stays here; send it in a moment.")
+            raise ModelNotReadyError("not_ready")
         return llm
 
-    def _start(self, llm: LLM, reply: Message) -> None:
+    def _start(self, llm: LLM, reply: Message, owner: str) -> None:
         conversation = self.store.conversation(reply.conversation_id)
         if conversation is None:
-            raise ConversationGoneError("This conversation was deleted in the meantime.")
+            raise ConversationGoneError("gone")
         history = [m for m in self.store.messages(reply.conversation_id) if m.id < reply.id]
-        running = _Running(reply, ReplyStats(model=llm.name))
+        running = Running(reply, llm.name, owner)
         running.task = asyncio.get_running_loop().create_task(self._write(llm, conversation.settings, history, running))
         # In a callback, because a task that is cancelled before its first step never enters its body.
         running.task.add_done_callback(lambda _: self._finish(running))
@@ -201,14 +199,10 @@ class Replies:
         self.publish(Event("thread", reply.conversation_id))
         self.publish(Event("list"))
 
-    async def _write(self, llm: LLM, settings: ChatSettings, history: list[Message], running: _Running) -> None:
+    async def _write(self, llm: LLM, settings: ChatSettings, history: list[Message], running: Running) -> None:
         """Write one reply to its end, whatever that is."""
         try:
-            # In a thread, because it tokenizes the whole prompt.
-            stream = await asyncio.to_thread(llm.achat_stream, model_messages(settings, history), **settings.sampling())
-            running.stream = stream
-            async with aclosing(stream):
-                await self._read(stream, running)
+            await self._converse(llm, settings, history, running)
             stopped = running.stats.finish_reason == "cancelled"
             running.end("complete" if not stopped else "interrupted" if llm.loop.closed else "stopped")
         except asyncio.CancelledError:
@@ -219,10 +213,40 @@ class Replies:
             running.end("failed", str(error))
         except Exception as error:
             log_failure("a reply", error)
-            running.end("failed", "The model could not finish this answer. The server's log says why.")
+            running.end("failed", EN.model_failed)
 
-    async def _read(self, stream: AsyncStream, running: _Running) -> None:
-        saved = published = running.started
+    async def _converse(self, llm: LLM, settings: ChatSettings, history: list[Message], running: Running) -> None:
+        """Let the model write, run what it calls, and let it write again, until it has answered."""
+        files = [file for message in history for file in message.attachments]
+        box = await asyncio.to_thread(tools_for, settings.tools, files)
+        options: dict[str, Any] = {"reasoning_effort": settings.effort or None, **settings.sampling()}
+        before = model_messages(settings, history)
+        rounds = Rounds()
+        goes_on = True
+        while goes_on:
+            if box:
+                options["tools"] = [tool.definition for tool in box.values()]
+                options["tool_choice"] = "none" if rounds.must_answer else "auto"
+                options["grammar"] = ANSWER if rounds.must_answer else None
+                options["parallel_tool_calls"] = False  # one question at a time; small models write a dozen calls
+            running.begin_round()
+            messages = [*before, *rounds.messages, *rounds.reminder]
+            # In a thread, because it tokenizes the whole prompt.
+            stream = await asyncio.to_thread(llm.achat_stream, messages, **options)
+            running.stream = stream
+            try:
+                async with aclosing(stream):
+                    await self._read(stream, running)
+            finally:
+                running.stream = None
+                self._record(running.owner, Path(llm.name).name, running.used())
+            calls = rounds.add_reply(running.said, running.stats.finish_reason or "stop")
+            if goes_on := rounds.goes_on:
+                rounds.add_results(await self._run_calls(running, calls, box))
+                running.tell(rounds.messages)
+
+    async def _read(self, stream: AsyncStream, running: Running) -> None:
+        saved = published = time.monotonic()
         async for piece in stream:
             running.take(piece)
             now = time.monotonic()
@@ -233,9 +257,42 @@ class Replies:
                 saved = now
                 if not self.store.save_reply(running.reply):
                     log.info("a reply was deleted while it was written; stopping it")
-                    return
+                    raise asyncio.CancelledError
 
-    def _finish(self, running: _Running) -> None:
+    async def _run_calls(self, running: Running, calls: list[ToolCall], box: dict[str, Tool]) -> list[FinishedCall]:
+        """Run the calls of a round, each as soon as it is allowed."""
+        finished = []
+
+        async def approve(call: ToolCall) -> bool:
+            allowed = self._is_allowed(running, call)
+            if not allowed:
+                question = running.ask(call.id)
+                self._show(running)
+                allowed = await question
+            running.settle(call.id, status="running" if allowed else "denied")
+            self._show(running)
+            return allowed
+
+        async with aclosing(run_calls(calls, box, approve)) as results:
+            async for done in results:
+                finished.append(done)
+                status = "denied" if not done.approved else "failed" if done.result.is_error else "done"
+                seconds = done.seconds if done.approved else None
+                running.settle(done.call.id, status=status, result=done.result.text, seconds=seconds)
+                self._show(running)
+        return finished
+
+    def _is_allowed(self, running: Running, call: ToolCall) -> bool:
+        # Read each time: "always" may have been said a moment ago, for an earlier call.
+        conversation = self.store.conversation(running.reply.conversation_id)
+        return conversation is not None and call.name in conversation.settings.allowed
+
+    def _show(self, running: Running) -> None:
+        """Save a running reply and show it."""
+        self.store.save_reply(running.reply)
+        self.publish(Event("reply", running.reply.conversation_id, running.reply))
+
+    def _finish(self, running: Running) -> None:
         """Save the final state of a reply and tell everybody."""
         if running.reply.status == "streaming":
             running.end("stopped")

@@ -1,4 +1,4 @@
-"""The sampling settings of one conversation: their ranges, their words on the page, and how they reach the model.
+"""The settings of one conversation: their ranges, and how they reach the model.
 
 One `Field` describes one input; the panel is drawn from `FIELDS` and the same ranges validate what comes back, so the
 page and the check cannot disagree.
@@ -12,16 +12,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from openk3.serve.web.words import Phrase, SpokenError
+
 SYSTEM_PROMPT_LIMIT = 20_000
+
+EFFORTS = ("", "none", "low", "medium", "high")
+
+
+class SettingError(SpokenError, ValueError):
+    """A value that a setting cannot have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One numeric setting: attribute name, label, one line of help, and the closed range of its values."""
+    """One numeric setting: attribute name and the closed range of its values."""
 
     name: str
-    label: str
-    help: str
     minimum: float
     maximum: float
     step: float
@@ -29,20 +35,30 @@ class Field:
     optional: bool = False
     slider: bool = False
 
+    @property
+    def label(self) -> Phrase:
+        return Phrase(f"label_{self.name}")
+
+    @property
+    def help(self) -> Phrase:
+        return Phrase(f"help_{self.name}")
+
     def parse(self, raw: Any) -> float | int | None:
-        """Turn what an input holds into a value. ValueError with a sentence for the user if it is no such number."""
+        """Turn what an input holds into a value. SettingError if it is no such number."""
         text = "" if raw is None else str(raw).strip()
         if not text and self.optional:
             return None
         try:
             number = float(text)
         except ValueError:
-            raise ValueError(f"{self.label}: enter a number{' or leave it empty' if self.optional else ''}.") from None
+            phrase = "setting_number_or_empty" if self.optional else "setting_number"
+            raise SettingError(phrase, label=self.label) from None
         if not math.isfinite(number) or not self.minimum <= number <= self.maximum:
-            raise ValueError(f"{self.label}: enter a number from {self.minimum:g} to {_plain(self.maximum)}.")
+            limits = {"minimum": f"{self.minimum:g}", "maximum": _plain(self.maximum)}
+            raise SettingError("setting_range", label=self.label, **limits)
         if self.integer:
             if number != int(number):
-                raise ValueError(f"{self.label}: enter a whole number.")
+                raise SettingError("setting_whole", label=self.label)
             return int(number)
         return number
 
@@ -52,34 +68,21 @@ def _plain(number: float) -> str:
 
 
 FIELDS: tuple[Field, ...] = (
-    Field(
-        "temperature",
-        "Temperature",
-        "0 always takes the likeliest word; higher is more varied.",
-        0,
-        2,
-        0.05,
-        slider=True,
-    ),
-    Field("top_p", "Top p", "Draw from the likeliest words that together hold this share.", 0.01, 1, 0.01, slider=True),
-    Field("top_k", "Top k", "Draw from this many of the likeliest words; 0 is no limit.", 0, 1000, 1, integer=True),
-    Field("max_tokens", "Max tokens", "The longest answer, in tokens.", 1, 1_048_576, 1, integer=True),
-    Field(
-        "seed",
-        "Seed",
-        "The same seed repeats an answer; empty is random.",
-        0,
-        2**31 - 1,
-        1,
-        integer=True,
-        optional=True,
-    ),
+    Field("temperature", 0, 2, 0.05, slider=True),
+    Field("top_p", 0.01, 1, 0.01, slider=True),
+    Field("top_k", 0, 1000, 1, integer=True),
+    Field("max_tokens", 1, 1_048_576, 1, integer=True),
+    Field("seed", 0, 2**31 - 1, 1, integer=True, optional=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """Sampling settings and system prompt of a conversation. ValueError names the field that is out of range."""
+    """Sampling settings and system prompt of a conversation. SettingError names the field that is out of range.
+
+    `effort` is how long the model thinks ("" is the model's own way), `tools` what it may call, and `allowed` those of
+    the tools whose calls run without a question.
+    """
 
     temperature: float = 0.6
     top_p: float = 0.95
@@ -87,26 +90,44 @@ class ChatSettings:
     max_tokens: int = 1024
     seed: int | None = None
     system_prompt: str = ""
+    effort: str = ""
+    tools: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in FIELDS:
             field.parse(getattr(self, field.name))
         if len(self.system_prompt) > SYSTEM_PROMPT_LIMIT:
-            raise ValueError(f"System prompt: keep it below {SYSTEM_PROMPT_LIMIT:,} characters.")
+            label = Phrase("label_system_prompt")
+            raise SettingError("setting_too_long", label=label, limit=SYSTEM_PROMPT_LIMIT)
+        if self.effort not in EFFORTS:
+            raise SettingError("setting_choice", label=Phrase("effort"), choices=", ".join(EFFORTS[1:]))
 
     def sampling(self) -> dict[str, Any]:
         """The keyword arguments of `LLM.achat_stream`."""
         return {field.name: getattr(self, field.name) for field in FIELDS}
 
     def changed(self, name: str, raw: Any) -> ChatSettings:
-        """These settings with one field set from an input's text. ValueError with a sentence for the user."""
+        """These settings with one field set from an input's text. SettingError if it cannot have that value."""
         if name == "system_prompt":
             return replace(self, system_prompt=str(raw or "").strip())
+        if name == "effort":
+            return replace(self, effort=str(raw or ""))
         for field in FIELDS:
             if field.name == name:
                 changes: dict[str, Any] = {name: field.parse(raw)}
                 return replace(self, **changes)
-        raise ValueError(f"{name}: there is no such setting.")
+        raise SettingError("setting_unknown", name=name)
+
+    def switched(self, tool: str, on: bool) -> ChatSettings:
+        """These settings with a tool offered to the model, or no longer; a tool that goes loses its permission too."""
+        tools = tuple(name for name in self.tools if name != tool) + ((tool,) if on else ())
+        return replace(self, tools=tools, allowed=tuple(name for name in self.allowed if name in tools))
+
+    def permitted(self, tool: str, always: bool) -> ChatSettings:
+        """These settings with a tool whose calls always run, or always ask."""
+        allowed = tuple(name for name in self.allowed if name != tool) + ((tool,) if always else ())
+        return replace(self, allowed=allowed)
 
     def to_json(self) -> str:
         """One line of JSON for the conversation file."""
@@ -117,10 +138,12 @@ class ChatSettings:
         """Read `to_json`'s line; a field that is missing or no longer valid takes its default."""
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in json.loads(text).items() if name in known}
+        for name in ("tools", "allowed"):
+            values[name] = tuple(str(item) for item in values.get(name) or ())
         try:
             return cls(**values)
         except (TypeError, ValueError):
-            settings = cls()
+            settings = cls(tools=values.pop("tools"), allowed=values.pop("allowed"))
         for name, value in values.items():
             with suppress(ValueError):
                 settings = settings.changed(name, value)

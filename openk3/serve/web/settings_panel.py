@@ -1,4 +1,4 @@
-"""The drawer at the right: the model, the sampling settings and the system prompt of the open conversation."""
+"""The drawer at the right: the sampling settings and the system prompt of the open conversation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from nicegui import events, ui
 
 from openk3.serve.web.settings import FIELDS, SYSTEM_PROMPT_LIMIT, ChatSettings, Field
 from openk3.serve.web.widgets import Handler, Text, box, button, icon_button, set_attributes
+from openk3.serve.web.words import Words
 
 Apply = Callable[[str, str], str | None]
 
@@ -15,26 +16,17 @@ Apply = Callable[[str, str], str | None]
 class SettingsPanel:
     """Draws one input per `Field`. `apply(name, text)` keeps a value or returns the sentence that says why not."""
 
-    def __init__(self, apply: Apply, reset: Handler) -> None:
+    def __init__(self, words: Words, apply: Apply, reset: Handler) -> None:
+        self._words = words
         self._apply = apply
-        with box("aside", "settings", id="settings", aria_label="Settings"):
+        with box("aside", "settings", id="settings", aria_label=words.settings):
             with box("div", "settings-head"):
-                Text("h2", "Settings", "panel-title")
-                icon_button("Close settings", "close", script="openk3.panel('settings', false)")
-            with box("dl", "model-card", aria_label="Model"):
-                Text("dt", "Model")
-                self._model = Text("dd", "loading…")
-                Text("dt", "Context")
-                self._context = Text("dd", "…")
+                Text("h2", words.settings, "panel-title")
+                icon_button(words.close_settings, "close", script="openk3.panel('settings', false)")
             self._form = box("div", "fields")
             with box("div", "settings-foot"):
-                button("Reset to defaults", reset, classes="quiet")
-                Text("p", "Kept with this conversation; used from the next answer on.", "help")
-
-    def show_model(self, name: str, context_tokens: int) -> None:
-        """Show which model answers and how many tokens it can look back on."""
-        self._model.set_text(name)
-        self._context.set_text(f"{context_tokens:,} tokens")
+                button(words.reset, reset, classes="quiet")
+                Text("p", words.settings_foot, "help")
 
     def show(self, settings: ChatSettings) -> None:
         """Fill the inputs with `settings`."""
@@ -46,35 +38,39 @@ class SettingsPanel:
 
     def _number(self, field: Field, value: float | int | None) -> None:
         shown = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        words = self._words
+        label, words_of_help = words.say(field.label), words.say(field.help)
         limits = {"min": f"{field.minimum:g}", "max": str(int(field.maximum)), "step": f"{field.step:g}"}
         key = f"setting-{field.name}"
         with box("div", "field"):
             with box("div", "field-head"):
-                Text("label", field.label, "field-label", for_=key)
+                Text("label", label, "field-label", for_=key)
                 number = box(
                     "input", "input number", type="number", id=key, inputmode="decimal", aria_describedby=f"{key}-help"
                 )
-                set_attributes(number, **limits, **{"^value": shown}, placeholder="random" if field.optional else None)
+                set_attributes(
+                    number, **limits, **{"^value": shown}, placeholder=words.random if field.optional else None
+                )
             if field.slider:
-                slider = box("input", "slider", type="range", data_twin=key, aria_label=field.label)
+                slider = box("input", "slider", type="range", data_twin=key, aria_label=label)
                 set_attributes(slider, **limits, **{"^value": shown})
-            help_text = Text("p", field.help, "help", id=f"{key}-help")
-        self._follow(number, field.name, help_text, field.help)
+            help_text = Text("p", words_of_help, "help", id=f"{key}-help")
+        self._follow(number, field.name, help_text, words_of_help)
         if field.slider:
-            self._follow(slider, field.name, help_text, field.help)
+            self._follow(slider, field.name, help_text, words_of_help)
 
     def _system_prompt(self, value: str) -> None:
         key = "setting-system-prompt"
-        words = "Instructions the model reads before every conversation turn."
+        words = self._words.help_system_prompt
         with box("div", "field"):
-            Text("label", "System prompt", "field-label", for_=key)
+            Text("label", self._words.label_system_prompt, "field-label", for_=key)
             area = Text("textarea", value, "input area")
             set_attributes(
                 area,
                 id=key,
                 rows="5",
                 maxlength=str(SYSTEM_PROMPT_LIMIT),
-                placeholder="None",
+                placeholder=self._words.none,
                 aria_describedby=f"{key}-help",
             )
             help_text = Text("p", words, "help", id=f"{key}-help")

@@ -1,6 +1,6 @@
-"""Text files dropped on the chat: what is accepted, and the sentence a user reads when a file is not.
+"""Files dropped on the chat: which are accepted, and the sentence a user reads when one is not.
 
-Only UTF-8 text is taken (a byte order mark is removed, line ends become "\\n"). Everything is decided from the bytes:
+A file becomes text (`openk3.documents.text`: plain text, Markdown, HTML, Word, PDF). What it is, its bytes decide:
 names and media types that browsers send are hints at best.
 """
 
@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import unicodedata
 
-from openk3.serve.web.store import Attachment
+from openk3.documents.text import read_document
+from openk3.serve.web.records import Attachment
+from openk3.serve.web.words import SpokenError
 
-MAX_FILE_BYTES = 1_048_576
+MAX_FILE_BYTES = 16 << 20
+MAX_CHARACTERS = 4_000_000
 MAX_FILES = 8
 MAX_NAME_LENGTH = 80
 
-_BINARY_SIGNATURES = {
-    b"%PDF-": "a PDF",
-    b"PK\x03\x04": "a zip archive or office document",
-    b"\x89PNG": "an image",
-    b"\xff\xd8\xff": "an image",
-    b"GIF8": "an image",
-    b"\x1f\x8b": "a compressed file",
-    b"\x7fELF": "a program",
-}
 
-
-class UploadError(ValueError):
+class UploadError(SpokenError, ValueError):
     """A file that cannot be attached; the text says why and what would work."""
 
 
@@ -49,28 +42,23 @@ def readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**2:.1f} MB"
 
 
-def read_text_file(name: str, data: bytes) -> Attachment:
-    """Decode an uploaded file. Raises `UploadError` for empty, oversized, binary or non-UTF-8 content."""
+def read_file(name: str, data: bytes) -> Attachment:
+    """The text of an uploaded file; may take a while. Raises `UploadError` if it cannot be had."""
     name = clean_name(name)
     if not data.strip():
-        raise UploadError(f"“{name}” is empty.")
+        raise UploadError("file_empty", name=name)
     if len(data) > MAX_FILE_BYTES:
-        raise UploadError(too_large(name, len(data)))
-    for signature, kind in _BINARY_SIGNATURES.items():
-        if data.startswith(signature):
-            raise UploadError(f"“{name}” is {kind}. Attach plain text instead, such as .txt, .md, .csv or source code.")
+        raise too_large(name, len(data))
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UploadError(f"“{name}” is not UTF-8 text. Save it as UTF-8 and attach it again.") from None
-    if "\0" in text:
-        raise UploadError(
-            f"“{name}” is a binary file. Attach plain text instead, such as .txt, .md, .csv or source code."
-        )
-    return Attachment(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+        text = read_document(name, data).text
+    except ValueError as error:
+        raise UploadError("file_unreadable", name=name, reason=str(error).removeprefix(f"{name}: ")) from None
+    if len(text) > MAX_CHARACTERS:
+        raise UploadError("file_too_long", name=name, limit=MAX_CHARACTERS)
+    return Attachment(name, text)
 
 
-def too_large(name: str, num_bytes: int) -> str:
-    """The sentence for a file over the limit."""
+def too_large(name: str, num_bytes: int) -> UploadError:
+    """The error for a file over the limit."""
     size, limit = readable_size(num_bytes), readable_size(MAX_FILE_BYTES)
-    return f"“{clean_name(name)}” is too large ({size}). The limit is {limit} per file."
+    return UploadError("file_too_large", name=clean_name(name), size=size, limit=limit)

@@ -130,7 +130,7 @@ window.openk3 = (() => {
   // address, clipboard, links
 
   function location_(path, title, push) {
-    document.title = title === "New chat" ? "OpenK3" : `${title} · OpenK3`;
+    document.title = path === "/" ? "OpenK3" : `${title} · OpenK3`;
     const url = (window.path_prefix ?? "") + path;
     if (location.pathname !== url) history[push ? "pushState" : "replaceState"](null, "", url);
   }
@@ -151,9 +151,10 @@ window.openk3 = (() => {
   document.addEventListener("click", async (event) => {
     const code = event.target.closest?.(".code-copy");
     if (code) {
+      const words = window.openk3.words;
       const done = await copy(code.closest(".code").querySelector("pre code").textContent);
-      code.textContent = done ? "Copied" : "Press Ctrl+C";
-      setTimeout(() => { code.textContent = "Copy"; }, 1500);
+      code.textContent = done ? words.copied : words.press_copy;
+      setTimeout(() => { code.textContent = words.copy; }, 1500);
     }
     const link = event.target.closest?.("a.external");
     if (link) {
@@ -163,13 +164,66 @@ window.openk3 = (() => {
     const row = event.target.closest?.("a[data-conversation]");
     if (row && !event.ctrlKey && !event.metaKey && !event.shiftKey && event.button === 0) {
       event.preventDefault();
-      emitEvent("chat_open", row.dataset.conversation);
+      // At once, so that the next key goes on from here.
+      for (const link of document.querySelectorAll("a[data-conversation]")) link.removeAttribute("aria-current");
+      row.setAttribute("aria-current", "page");
+      emitEvent("chat_open", { id: row.dataset.conversation, message: row.dataset.message ? Number(row.dataset.message) : null });
       if (narrow.matches) closePanels();
     }
+    const more = event.target.closest?.('[data-do="menu"]');
+    if (more) openMenu(more);
+    const item = event.target.closest?.("[data-menu]");
+    if (item) {
+      const menu = find("#conversation-menu");
+      menu.hidePopover();
+      emitEvent("chat_conversation", { do: item.dataset.menu, id: menu.dataset.conversation });
+    }
+    if (event.target.closest?.('[data-do="show_all"]')) emitEvent("chat_show_all");
     if (event.target.closest?.(".new-chat") && narrow.matches) closePanels();
+    if (event.target.closest?.("#language")) switchLanguage();
     const skip = event.target.closest?.(".skip-link");
     if (skip) { event.preventDefault(); focus(); }
   });
+
+  // the menu of a conversation, beside the button that was pressed
+
+  function openMenu(button) {
+    const menu = find("#conversation-menu"), place = button.getBoundingClientRect();
+    menu.dataset.conversation = button.closest("[data-row]").dataset.row;
+    menu.querySelector('[data-menu="pin"]').textContent = window.openk3.words[button.dataset.pinned ? "unpin" : "pin"];
+    menu.showPopover();
+    menu.style.left = `${Math.min(place.left, innerWidth - menu.offsetWidth - 8)}px`;
+    menu.style.top = `${Math.min(place.bottom + 4, innerHeight - menu.offsetHeight - 8)}px`;
+    menu.querySelector("button").focus();
+  }
+
+  // a popover opens beside the button it belongs to, above or below it, where there is room
+
+  document.addEventListener("toggle", (event) => {
+    const menu = event.target, button = menu.id && find(`[popovertarget="${menu.id}"]`);
+    if (event.newState !== "open" || !button) return;
+    const place = button.getBoundingClientRect(), height = menu.offsetHeight;
+    const left = Math.min(place.left, innerWidth - menu.offsetWidth - 8);
+    menu.style.left = `${Math.max(8, left)}px`;
+    const below = place.bottom + 6 + height < innerHeight;
+    menu.style.top = below ? `${place.bottom + 6}px` : "auto";
+    menu.style.bottom = below ? "auto" : `${innerHeight - place.top + 6}px`;
+  }, true);
+
+  document.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const menu = step && event.target.closest?.('[role="menu"]');
+    if (!menu) return;
+    event.preventDefault();
+    const items = [...menu.querySelectorAll("button")];
+    items[(items.indexOf(event.target) + step + items.length) % items.length].focus();
+  });
+
+  function switchLanguage() {
+    const next = root.lang.startsWith("zh") ? "en" : "zh";
+    document.cookie = `openk3-language=${next}; path=/; max-age=31536000; samesite=lax`;
+    location.reload();
+  }
 
   addEventListener("popstate", () => {
     const match = location.pathname.match(/\/c\/([^/]+)$/);
@@ -178,27 +232,66 @@ window.openk3 = (() => {
 
   // keyboard
 
+  function search() {
+    if (narrow.matches) panel("sidebar", true);
+    find("#search")?.focus();
+    find("#search")?.select();
+  }
+
+  function help() {
+    const dialog = find("#help");
+    if (dialog.open) dialog.close();
+    else dialog.showModal();
+  }
+
+  function neighbour(step) {
+    const links = [...document.querySelectorAll("a[data-conversation]")];
+    const here = links.findIndex((link) => link.hasAttribute("aria-current"));
+    links[here < 0 ? (step > 0 ? 0 : links.length - 1) : here + step]?.click();
+  }
+
+  function escape(area) {
+    if (area?.classList.contains("editor-text")) window.openk3.thread.close();
+    else if (document.activeElement?.id === "search" && find("#search").value) clearSearch();
+    else if (narrow.matches && [root.dataset.sidebar, root.dataset.settings].includes("open")) closePanels();
+    else if (find(".composer")?.dataset.busy) stop();
+    else if (root.dataset.settings === "open") panel("settings", false);
+    else if (document.activeElement?.id === "search") focus();
+  }
+
   document.addEventListener("keydown", (event) => {
-    const area = event.target.closest?.("textarea");
+    const target = event.target, area = target.closest?.("textarea");
     const composing = event.isComposing || event.keyCode === 229; // an input method is choosing characters
-    if (event.key === "Enter" && area?.id === "composer-text" && !event.shiftKey && !composing) {
-      event.preventDefault();
-      send();
-    } else if (event.key.toLowerCase() === "k" && (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey) {
-      event.preventDefault();
-      emitEvent("chat_new");
-      if (narrow.matches) closePanels();
-    } else if (event.key === "Escape" && !composing && !find(".q-dialog")) {
-      if (area?.classList.contains("editor-text")) area.closest(".editor").querySelector(".editor-cancel").click();
-      else if (narrow.matches && [root.dataset.sidebar, root.dataset.settings].includes("open")) closePanels();
-      else if (find(".composer")?.dataset.busy) stop();
-      else if (root.dataset.settings === "open") panel("settings", false);
-    }
+    const writing = target.closest?.("textarea, input:not([type=checkbox]):not([type=radio]):not([type=range]), select");
+    const control = (event.ctrlKey || event.metaKey) && !event.altKey, key = event.key.toLowerCase();
+    const act = (action) => { event.preventDefault(); action(); };
+    if (composing || !composer()) return; // other pages have no chat to act on
+    if (event.key === "Enter" && area?.id === "composer-text" && !event.shiftKey) act(send);
+    else if (event.key === "Enter" && area?.classList.contains("editor-text") && control) act(() => area.closest(".editor").querySelector(".primary").click());
+    else if (control && event.shiftKey && key === "o") act(() => { emitEvent("chat_new"); if (narrow.matches) closePanels(); });
+    else if (control && !event.shiftKey && key === "k") act(search);
+    else if (control && !event.shiftKey && event.key === ",") act(() => panel("settings"));
+    else if (event.altKey && !control && event.key === "ArrowUp") act(() => neighbour(-1));
+    else if (event.altKey && !control && event.key === "ArrowDown") act(() => neighbour(1));
+    else if (event.key === "?" && !writing) act(help);
+    else if (event.key === "Escape" && !find(".q-dialog, dialog[open], :popover-open")) escape(area);
   });
+
+  let searchTimer;
+  function searchChanged(text) {
+    clearTimeout(searchTimer);
+    searchTimer = setTimeout(() => emitEvent("chat_search", wellFormed(text)), 150);
+  }
+
+  function clearSearch() {
+    find("#search").value = "";
+    searchChanged("");
+  }
 
   document.addEventListener("input", (event) => {
     const target = event.target;
     if (target.id === "composer-text") { grow(target); keepDraft(); }
+    else if (target.id === "search") searchChanged(target.value);
     else if (target.classList.contains("editor-text")) grow(target);
     else if (target.dataset.twin) document.getElementById(target.dataset.twin).value = target.value;
     else if (target.type === "number") {
@@ -206,14 +299,6 @@ window.openk3 = (() => {
       if (slider) slider.value = target.value;
     }
   });
-
-  function edit(id) {
-    const area = document.getElementById(id);
-    if (!area) return;
-    grow(area);
-    area.focus();
-    area.setSelectionRange(area.value.length, area.value.length);
-  }
 
   // files: dropped, pasted or picked, all go through NiceGUI's uploader
 
@@ -227,6 +312,7 @@ window.openk3 = (() => {
     if (fitting.length) getElement(Number(box.dataset.upload)).$refs.qRef.addFiles(fitting);
   }
 
+  const pickFiles = () => find("#composer-file").click();
   const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
   let depth = 0;
   addEventListener("dragenter", (event) => { if (hasFiles(event)) { depth++; root.toggleAttribute("data-drop", true); } });
@@ -258,9 +344,15 @@ window.openk3 = (() => {
     scroller.addEventListener("scroll", () => { pinned = atEnd(); showAway(); }, { passive: true });
     new MutationObserver(follow).observe(scroller, { subtree: true, childList: true, characterData: true });
     new ResizeObserver(follow).observe(scroller);
+    new ResizeObserver(follow).observe(find(".thread"));
     applyTheme();
     settlePanels();
-    if (/^(Mac|iP)/.test(navigator.platform)) find(".shortcut").textContent = "⌘ K";
+    if (/^(Mac|iP)/.test(navigator.platform)) {
+      find(".shortcut").textContent = "⌘ K";
+      for (const key of document.querySelectorAll(".key")) if (key.textContent === "Ctrl") key.textContent = "⌘";
+    }
+    window.openk3.thread.watch();
+    window.openk3.start?.();
     let draft = "";
     try { draft = sessionStorage.getItem(DRAFT) ?? ""; } catch { /* storage may be forbidden */ }
     const area = composer();
@@ -273,5 +365,5 @@ window.openk3 = (() => {
     if (find(".scroller") && composer()) { observer.disconnect(); begin(); }
   }).observe(root, { subtree: true, childList: true });
 
-  return { toggleTheme, panel, closePanels, setDraft, clearDraft: () => setDraft(""), focus, send, stop, pin, copy, edit, wellFormed, location: location_ };
+  return { toggleTheme, panel, closePanels, setDraft, clearDraft: () => setDraft(""), focus, send, stop, pin, copy, help, pickFiles, wellFormed, location: location_ };
 })();

@@ -1,0 +1,1 @@
+"""Anthropic's Messages protocol, translated to and from chat completions."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses protocol, translated to and from chat completions, with conversations kept on this machine."""
