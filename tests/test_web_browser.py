@@ -44,7 +44,9 @@ def test_an_answer_streams_in_and_shows_what_it_cost(page: Page, chat: Chat) -> 
     expect(page.locator(".message-user .plain")).to_have_text("Tell me everything\nabout rivers")
     expect(page.locator(BOX)).to_have_value("")
     expect(page.locator(BLOCK)).not_to_be_empty()
-    assert page.locator(".composer").get_attribute("data-busy"), "the text was there before the answer was complete"
+    expect(page.locator(".composer")).to_have_attribute(
+        "data-busy", re.compile(".")
+    )  # text before the answer is complete
     page.click("[aria-label='Stop the answer']")
     settle(page)
     expect(page.locator(".stats")).to_have_text(
