@@ -8,6 +8,7 @@ tokens, text, log-probabilities and ending. A new feature of the engine joins by
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -163,18 +164,32 @@ def run_in_steps(engine: Engine, names: tuple[str, ...], params: list[SamplingPa
     return [replies[str(i)] for i in range(len(PROMPTS))]
 
 
+class Gate:
+    """Stands before the model's steps: requests that come in while it is shut come together, and none ends unseen."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._turn = threading.Condition()
+        self._taken, self._until = 0, math.inf
+        self._run = engine._runner.run
+        engine._runner.run = self._step  # type: ignore[method-assign]
+
+    def allow(self, steps: float) -> None:
+        """Let so many steps pass from now on."""
+        with self._turn:
+            self._until = self._taken + steps
+            self._turn.notify()
+
+    def _step(self, chunks: Any) -> Any:
+        with self._turn:
+            assert self._turn.wait_for(lambda: self._taken < self._until, 60)
+            self._taken += 1
+        return self._run(chunks)
+
+
 async def run_as_stream(engine: Engine, names: tuple[str, ...], params: list[SamplingParams]) -> list[Delta]:
     """The same through the engine's thread, read piece by piece; what was shown is never taken back."""
     together = any(FEATURES[name].together for name in names)
-    gate = threading.Event()  # the model waits for it, so that requests that come in meanwhile come together
-    gate.set()
-    run = engine._runner.run
-
-    def gated(chunks: Any) -> Any:
-        gate.wait(60)
-        return run(chunks)
-
-    engine._runner.run = gated  # type: ignore[method-assign]
+    gate = Gate(engine)
 
     async def read(handle: Handle) -> Delta:
         shown = [delta.text async for delta in handle]
@@ -189,12 +204,15 @@ async def run_as_stream(engine: Engine, names: tuple[str, ...], params: list[Sam
             await loop.submit(PROMPTS[0], SamplingParams(max_tokens=1)).aresult()
         neighbours = []
         if "cancelled neighbours" in names:
+            gate.allow(0)
             neighbours = [loop.submit([*prompt, 9], ENDLESS) for prompt in PROMPTS[:2]]
-            for neighbour in neighbours:
-                await anext(aiter(neighbour))
+            begun = [asyncio.ensure_future(anext(aiter(neighbour))) for neighbour in neighbours]
+            while not all(first.done() for first in begun):
+                gate.allow(1)
+                await asyncio.sleep(0.001)
         replies = []
         if together:
-            gate.clear()
+            gate.allow(0)
         for i, prompt in enumerate(PROMPTS):
             replies.append(asyncio.ensure_future(read(loop.submit(prompt, params[i], priority=priority_of(i, names)))))
             if not together:
@@ -203,7 +221,7 @@ async def run_as_stream(engine: Engine, names: tuple[str, ...], params: list[Sam
             loop.submit(INTRUDER, SamplingParams(max_tokens=2), priority=9)
         for neighbour in neighbours:
             neighbour.cancel()
-        gate.set()
+        gate.allow(math.inf)
         return await asyncio.gather(*replies)
 
 

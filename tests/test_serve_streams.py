@@ -188,10 +188,18 @@ def test_a_closed_engine() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "model_failed")
 
 
-def test_closing_the_model_ends_running_streams() -> None:
+def test_closing_the_model_ends_running_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     from openk3.llm import load
 
     llm = load(debug_llm().model_dir)
+    engine = llm.loop.engine
+    step = engine.step
+
+    def waiting() -> Any:
+        until(lambda: llm.loop.closed or engine.stats().generated_tokens <= 2)  # the reply cannot end before
+        return step()
+
+    monkeypatch.setattr(engine, "step", waiting)
     with live(create_app(lambda: llm, model_name=MODEL, web=False)) as url:
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=ENDLESS | {"stream": True}) as response:
             until(lambda: llm.stats().generated_tokens > 2)
